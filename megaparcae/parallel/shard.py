@@ -1,0 +1,59 @@
+"""What a local parameter is a part of: the one record that optimizer, norm and checkpoint read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSpec:
+    """Where a local tensor lies in the full tensor of its canonical name."""
+
+    name: str
+    """Canonical name, the same under every layout."""
+    full_shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dim: int | None = None
+    """Dimension that is split over the tensor-parallel ranks; None is a full copy on each."""
+    index: int = 0
+    """Which of the equal slices along `dim`."""
+    stages: tuple[int, ...] = (0,)
+    """Pipeline stages that hold this parameter, ascending; more than one is a tied replica."""
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Index of the first local element in the full tensor."""
+        if self.dim is None:
+            return (0,) * len(self.full_shape)
+        return tuple(self.index * self.local_shape[i] if i == self.dim else 0
+                     for i in range(len(self.full_shape)))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape on this rank."""
+        if self.dim is None:
+            return self.full_shape
+        return tuple(size // self.num_slices if i == self.dim else size
+                     for i, size in enumerate(self.full_shape))
+
+    num_slices: int = 1
+    """Equal slices along `dim` (tp, or 1 when dim is None)."""
+
+    def take(self, full: Tensor) -> Tensor:
+        """The local slice (a view) of the full tensor."""
+        assert tuple(full.shape) == self.full_shape, (self.name, tuple(full.shape), self.full_shape)
+        if self.dim is None:
+            return full
+        return full.chunk(self.num_slices, self.dim)[self.index]
+
+
+def set_spec(parameter: nn.Parameter, spec: ShardSpec) -> None:
+    """Attach the record; done once, when the model is laid out."""
+    parameter.shard_spec = spec  # type: ignore[attr-defined]
+
+
+def spec_of(parameter: Tensor) -> ShardSpec:
+    """The record of a parameter that has been laid out."""
+    return parameter.shard_spec  # type: ignore[attr-defined,no-any-return]
