@@ -22,6 +22,12 @@ class ShardSpec:
     stages: tuple[int, ...] = (0,)
     """Pipeline stages that hold this parameter, ascending; more than one is a tied replica."""
 
+    num_slices: int = 1
+    """Equal slices along `dim` (tp, or 1 when dim is None)."""
+    tp_partial: bool = False
+    """Each tensor-parallel rank computes a part of this full copy's gradient (sequence parallelism):
+    sum over tp before use."""
+
     @property
     def offset(self) -> tuple[int, ...]:
         """Index of the first local element in the full tensor."""
@@ -37,9 +43,6 @@ class ShardSpec:
             return self.full_shape
         return tuple(size // self.num_slices if i == self.dim else size
                      for i, size in enumerate(self.full_shape))
-
-    num_slices: int = 1
-    """Equal slices along `dim` (tp, or 1 when dim is None)."""
 
     def take(self, full: Tensor) -> Tensor:
         """The local slice (a view) of the full tensor."""
