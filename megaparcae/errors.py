@@ -25,7 +25,9 @@ def run_command(main: Callable[[], int | None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        code = _complain(f"{error.filename}: {error.strerror}; check the path and its permissions", 2)
+        code = _complain(
+            f"{error.filename}: {error.strerror}; check the path and its permissions", 2
+        )
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         code = _complain(f"{where}{error.strerror or error}", 1)

@@ -121,9 +121,9 @@ class ModelConfig:
     """Apply the final norm to the state after the loop as well (Huginn)."""
     state_init: Literal["like_init", "zero", "normal", "embed", "unit"] = "like_init"
     """Distribution of the start state h_0."""
-    init: Literal["scaled_zero", "scaled", "normal", "megatron"] = "scaled_zero"
-    """Weight initialisation. scaled: std sqrt(2/5d), output projections by depth; scaled_zero: output
-    projections zero; normal: N(0, 1/d); megatron: std 0.02, output projections by depth."""
+    init: Literal["scaled_zero", "scaled"] = "scaled_zero"
+    """Output projections at the start: zero, or std sqrt(2/5d) / sqrt(2 x unrolled depth). All other
+    matrices have std sqrt(2/5d) (Takase et al.)."""
     init_orthogonal: bool = True
     """Scaled semi-orthogonal matrices instead of truncated normals of the same rms."""
     residual_scale: float | None = None
@@ -282,10 +282,14 @@ class OptimizerConfig:
                 raise ValueError(
                     f"optimizer.{name}={getattr(self, name)} must not be negative; 0 switches it off"
                 )
-        for name, value in (*zip(("betas[0]", "betas[1]"), self.betas, strict=True),
-                            ("muon_momentum", self.muon_momentum)):
+        for name, value in (
+            *zip(("betas[0]", "betas[1]"), self.betas, strict=True),
+            ("muon_momentum", self.muon_momentum),
+        ):
             if not 0 <= value < 1:
-                raise ValueError(f"optimizer.{name}={value} must be in [0, 1); use for example 0.95")
+                raise ValueError(
+                    f"optimizer.{name}={value} must be in [0, 1); use for example 0.95"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,16 +33,20 @@ class ShardSpec:
         """Index of the first local element in the full tensor."""
         if self.dim is None:
             return (0,) * len(self.full_shape)
-        return tuple(self.index * self.local_shape[i] if i == self.dim else 0
-                     for i in range(len(self.full_shape)))
+        return tuple(
+            self.index * self.local_shape[i] if i == self.dim else 0
+            for i in range(len(self.full_shape))
+        )
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape on this rank."""
         if self.dim is None:
             return self.full_shape
-        return tuple(size // self.num_slices if i == self.dim else size
-                     for i, size in enumerate(self.full_shape))
+        return tuple(
+            size // self.num_slices if i == self.dim else size
+            for i, size in enumerate(self.full_shape)
+        )
 
     def take(self, full: Tensor) -> Tensor:
         """The local slice (a view) of the full tensor."""

@@ -1,0 +1,171 @@
+"""What the looped model and the fixed-depth Transformer share: embedding, blocks, head, plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaparcae.config.layout import Part
+from megaparcae.config.schema import ModelConfig
+from megaparcae.model.attention import AttentionContext, attention_context
+from megaparcae.model.batch import Batch
+from megaparcae.model.blocks import Block
+from megaparcae.model.norm import RMSNorm
+from megaparcae.model.recompute import checkpointed
+from megaparcae.model.value_embedding import ValueEmbeddings
+from megaparcae.ops.cross_entropy import LMLoss
+
+# B rows, S positions, d width, V padded vocabulary
+
+
+@dataclass
+class WorkCounter:
+    """Block applications run so far, counted in rows; recomputation counts again."""
+
+    no_grad: int = 0
+    grad: int = 0
+
+    def add(self, rows: int) -> None:
+        """Count one block applied to `rows` rows, under the current grad mode."""
+        if torch.is_grad_enabled():
+            self.grad += rows
+        else:
+            self.no_grad += rows
+
+
+class LanguageModel(nn.Module):
+    """Embedding, numbered blocks with value embeddings, final norm, tied or separate head."""
+
+    tp_plan = {
+        "embedding": "vocab",
+        "value_embeddings.*": "table:1",
+        "*.attention": "enter",
+        "*.q_proj": "column",
+        "*.k_proj": "column",
+        "*.v_proj": "column",
+        "*.value_gate": "column",
+        "*.q_bias": "split:0",
+        "*.k_bias": "split:0",
+        "*.o_proj": "row",
+        "*.mlp": "enter",
+        "*.gate_proj": "column",
+        "*.up_proj": "column",
+        "*.down_proj": "row",
+        "*norm": "replicated",
+        "injection": "replicated",
+        "readout": "replicated",
+        "split_state": "local_positions",
+        "head": "vocab_head",
+        "loss": "vocab_loss",
+    }
+    """Module name -> how tensor parallelism splits it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute_prelude = self.recompute_core = self.recompute_coda = "none"
+        self.work = WorkCounter()
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.value_embeddings = ValueEmbeddings(config)
+        self.final_norm = self.make_norm()
+        self.head = (
+            nn.Identity()
+            if config.tie_embeddings
+            else nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
+        )
+        self.loss = LMLoss(vocab_size=config.vocab_size, softcap=config.logit_softcap)
+
+    def make_norm(self) -> RMSNorm:
+        """A norm over the residual stream."""
+        return RMSNorm(self.config.hidden_size, self.config.norm_eps)
+
+    def make_blocks(self, count: int, *, first_layer: int, unrolled: int) -> nn.ModuleDict:
+        """Blocks under their number in the section; `first_layer` is the stored layer of the first.
+
+        `unrolled` is the depth at mean recurrence, for residual scaling: lambda / (N sqrt(L)) with
+        L stored layers and N = unrolled / L loops.
+        """
+        config = self.config
+        layers = config.num_stored_layers
+        scale = 1.0
+        if config.residual_scale is not None:
+            scale = config.residual_scale / (unrolled / layers * math.sqrt(layers))
+        tables = config.value_embedding_layers
+        return nn.ModuleDict(
+            {
+                str(i): Block(
+                    config, has_value_embedding=first_layer + i in tables, residual_scale=scale
+                )
+                for i in range(count)
+            }
+        )
+
+    def context(self, batch: Batch) -> AttentionContext:
+        """Positions and mask of this micro-batch."""
+        return attention_context(self.config, batch.ids.shape[1], batch.ids.device, batch.documents)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings [B, S, d]."""
+        x = self.embedding(ids)
+        return x * math.sqrt(self.config.hidden_size) if self.config.scale_embeddings else x
+
+    def run_stored_block(
+        self,
+        block: nn.Module,
+        layer: int,
+        x: Tensor,
+        batch: Batch,
+        context: AttentionContext,
+        recompute: str,
+    ) -> Tensor:
+        """A prelude or coda block; `layer` is its number among the stored layers."""
+        return self.apply_block(
+            block, x, context, self.value_embeddings.rows(layer, batch.ids), recompute
+        )
+
+    def apply_block(
+        self,
+        block: nn.Module,
+        x: Tensor,
+        context: AttentionContext,
+        value_rows: Tensor | None,
+        recompute: str,
+    ) -> Tensor:
+        """One block, with its activation checkpointing."""
+        self.work.add(len(x))
+        selective = recompute == "selective"
+        return checkpointed(recompute == "block", block, x, context, value_rows, selective)
+
+    def finish(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        """Logits [B, S, V] in fp32, or the summed loss over the labels that count."""
+        x = self.final_norm(x)
+        weight = self.embedding.weight if self.config.tie_embeddings else self.head.weight
+        if labels is not None:
+            return self.loss(x, weight, labels)[0]
+        logits = F.linear(x, weight).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def keep_common(self, part: Part, layers: Collection[int], *, final_norm: bool) -> None:
+        """Drop embedding, tables, norm and head that `part` does not need."""
+        if not (part.embedding or (part.head and self.config.tie_embeddings)):
+            self.embedding = nn.Identity()
+        for name in list(self.value_embeddings):
+            if int(name) not in layers:
+                del self.value_embeddings[name]
+        if not final_norm:
+            self.final_norm = nn.Identity()
+        if not part.head:
+            self.head = nn.Identity()
+
+
+def keep_layers(blocks: nn.ModuleDict, layers: range) -> None:
+    """Drop the blocks outside `layers`."""
+    for name in list(blocks):
+        if int(name) not in layers:
+            del blocks[name]

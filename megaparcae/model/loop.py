@@ -1,0 +1,100 @@
+"""The looped core: which rows run which loop, and the loop itself.
+
+Rows of a micro-batch are sorted by depth, deepest first, so that the rows that still need a loop are
+always a prefix. A finished row drops out: it is neither computed nor copied again until the phase ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GRAD_COST = 3
+"""Cost of a core block with gradient, in forward passes of it without."""
+
+RunBlocks = Callable[[Tensor, int, range], Tensor]
+"""(state of the first `count` rows, count, core layers) -> the new state of these rows."""
+
+
+@dataclass(frozen=True)
+class LoopPlan:
+    """Row counts of every loop of a micro-batch, both phases non-increasing."""
+
+    no_grad: tuple[int, ...]
+    """no_grad[t]: rows that run loop t of the phase without gradient."""
+    grad: tuple[int, ...]
+    """grad[t]: rows that run loop t of the phase with gradient; all rows run the first."""
+
+    @staticmethod
+    def from_depths(num_no_grad: Sequence[int], num_grad: Sequence[int]) -> LoopPlan:
+        """Per-row depths n_i and k_i, both non-increasing along the rows."""
+        for depths in (num_no_grad, num_grad):
+            assert all(a >= b for a, b in zip(depths, depths[1:], strict=False)), (
+                f"rows must be sorted by depth, deepest first: {list(depths)}"
+            )
+        return LoopPlan(_rows_per_loop(num_no_grad), _rows_per_loop(num_grad))
+
+    def work(self) -> int:
+        """Loop work in row applications of the core without gradient."""
+        return sum(self.no_grad) + GRAD_COST * sum(self.grad)
+
+    def cut(self, fraction: float, num_layers: int) -> int:
+        """Index into the (loop, layer) sequence where `fraction` of the work is done.
+
+        Every stage of a pipeline derives its borders from this alone; 0 and 1 are exact.
+        """
+        total = len(self.no_grad) + len(self.grad)
+        if fraction == 1.0:
+            return total * num_layers
+        target = fraction * self.work() * num_layers
+        done = 0
+        for loop, cost in enumerate((*self.no_grad, *(GRAD_COST * rows for rows in self.grad))):
+            if done + cost * num_layers >= target:
+                return loop * num_layers + round((target - done) / cost)
+            done += cost * num_layers
+        return total * num_layers
+
+    def no_grad_units(self, begin: int, end: int, num_layers: int) -> tuple[int, int]:
+        """The part of [begin, end) that lies in the phase without gradient."""
+        border = len(self.no_grad) * num_layers
+        return min(begin, border), min(end, border)
+
+    def grad_units(self, begin: int, end: int, num_layers: int) -> tuple[int, int]:
+        """The part of [begin, end) in the phase with gradient, counted from its own start."""
+        border = len(self.no_grad) * num_layers
+        return max(begin - border, 0), max(end - border, 0)
+
+
+def _rows_per_loop(depths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sum(depth > t for depth in depths) for t in range(max(depths, default=0)))
+
+
+def run_phase(
+    state: Tensor,  # [B, S, d]
+    rows: tuple[int, ...],
+    begin: int,
+    end: int,
+    num_layers: int,
+    run_blocks: RunBlocks,
+) -> Tensor:
+    """Units [begin, end) of one phase's (loop, layer) sequence; returns the state of all rows."""
+    finished: list[Tensor] = []
+    for loop, layers in _loops(begin, end, num_layers):
+        count = rows[loop]
+        if count < len(state):
+            finished.append(state[count:])
+            state = state[:count]
+        state = run_blocks(state, count, layers)
+    return torch.cat([state, *reversed(finished)]) if finished else state
+
+
+def _loops(begin: int, end: int, num_layers: int) -> Iterator[tuple[int, range]]:
+    """Split [begin, end) at loop borders: a pipeline stage may begin or end inside a loop."""
+    while begin < end:
+        loop, layer = divmod(begin, num_layers)
+        last = min(num_layers, layer + end - begin)
+        yield loop, range(layer, last)
+        begin += last - layer

@@ -1,0 +1,25 @@
+"""Gated token tables whose rows are added to the values of every second stored layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megaparcae.config.schema import ModelConfig
+
+
+class ValueEmbeddings(nn.ModuleDict):
+    """Tables [V, G hd] under the number of the stored layer (prelude, core, coda) they belong to."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        width = config.kv_heads * config.head_dim
+        super().__init__(
+            {
+                str(layer): nn.Embedding(config.padded_vocab_size, width)
+                for layer in config.value_embedding_layers
+            }
+        )
+
+    def rows(self, layer: int, ids: Tensor) -> Tensor | None:
+        """Rows [B, S, G hd] of a layer's table, or None for a layer without one."""
+        name = str(layer)
+        return self[name](ids) if name in self else None
