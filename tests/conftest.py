@@ -1,8 +1,11 @@
-"""Settings of all tests: CPU, one thread per process, no run-time compilation."""
+"""Settings of all tests: CPU, one thread per process, no run-time compilation, no network."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 os.environ.update(
     DS_ACCELERATOR="cpu",
@@ -11,3 +14,6 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     HF_HUB_OFFLINE="1",
 )
+# Command lines that tests start find the package also when it is not installed.
+entries = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(entries)

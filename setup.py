@@ -1,0 +1,36 @@
+"""Packaging: `pip install -e . -c launch/constraints.txt` in a checkout."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megaparcae",
+    version="0.1.0",
+    description="Trainer for Parcae and other looped language models on DeepSpeed",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megaparcae", "megaparcae.*"]),
+    install_requires=[
+        "torch>=2.9",
+        "deepspeed==0.19.8",  # pinned: the engine and the checkpoints use private names
+        "numpy",
+        "pyyaml",
+        "safetensors",
+        "transformers>=5",
+        "tokenizers",
+        "sentencepiece",
+        "tiktoken",
+        "datasets",
+        "pyarrow",
+        "zstandard",
+        "scipy",
+        "matplotlib",
+        "tqdm",
+    ],
+    extras_require={
+        "test": ["pytest", "ruff", "mypy", "wandb", "tensorboard"],
+        "wandb": ["wandb"],
+        "tensorboard": ["tensorboard"],
+        "eval": ["datasets", "huggingface_hub"],
+        # apex is NVIDIA's and is built from source; the package of that name on PyPI is another
+        # program. It is used when it is there, never installed.
+    },
+)
