@@ -54,6 +54,11 @@ class LoopScale:
 
         UserError when budget / tokens is not a function of mu: then it is no isoFLOP table.
         """
+        if len(np.unique(runs.mu)) < 2:
+            raise UserError(
+                f"the table has looped runs (mu > 1) at {len(np.unique(runs.mu))} value(s) of mu; "
+                "a study of depth needs at least three: train more mu"
+            )
         cost = runs.budget / runs.tokens
         units = loop_units(runs.mu)
         weights = 1 / cost  # relative errors
@@ -66,8 +71,10 @@ class LoopScale:
                 f"{error[i]:.0%} off the cost per token of the other runs; correct the column, or "
                 "fit tables with different cost conventions or models apart"
             )
-        params_core, params_fixed = np.polyfit(runs.mu, runs.params, 1)
-        return cls(params_fixed, params_core, flops_fixed, flops_core)
+        params_core, params_fixed = np.nan, np.nan
+        if np.isfinite(runs.params).all():
+            params_core, params_fixed = np.polyfit(runs.mu, runs.params, 1)
+        return cls(*map(float, (params_fixed, params_core, flops_fixed, flops_core)))
 
     def unrolled_params(self, mu: np.ndarray | float) -> np.ndarray:
         """N(mu)."""

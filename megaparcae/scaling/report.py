@@ -1,0 +1,195 @@
+"""A study as fit.json (numbers), report.md (reading) and PNG figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megaparcae.scaling.figures import draw_figures
+from megaparcae.scaling.fit import Fit
+from megaparcae.scaling.isoflop import IsoFlop, PowerLaw
+from megaparcae.scaling.laws import TEST_TIME_FORMS, UNIFIED_FORMS
+from megaparcae.scaling.study import Study
+from megaparcae.scaling.test_time import TestTimeStudy
+
+PART_NAMES = {
+    "training": "Training law",
+    "test_time": "Test-time curves",
+    "unified": "Unified law",
+}
+
+
+def write_report(study: Study, folder: Path) -> Path:
+    """Write fit.json, report.md and the figures into `folder`; the path of the report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "fit.json").write_text(json.dumps(as_dict(study), indent=1) + "\n")
+    figures = draw_figures(study, folder)
+    sections = [_head(study), _isoflop(study.isoflop), *_laws(study)]
+    if study.test_time:
+        sections.append(_test_time(study.test_time))
+    if study.held_out:
+        sections.append(_held_out(study))
+    sections += [f"## {PART_NAMES[part]}\n\nNot fitted: {why}." for part, why in study.skipped.items()]
+    sections.append("\n\n".join(f"![{title}]({path.name})" for title, path in figures.items()))
+    report = folder / "report.md"
+    report.write_text("\n\n".join(sections) + "\n")
+    return report
+
+
+def as_dict(study: Study) -> dict[str, object]:
+    """All numbers of a study, ready for JSON."""
+    predictor = study.predictor
+    return {
+        "num_rows": len(study.runs),
+        "isoflop": {
+            "mu_law": _law_dict(study.isoflop.mu_law),
+            "tokens_law": _law_dict(study.isoflop.tokens_law),
+            "budgets": [
+                {"budget": p.budget, "status": p.status,
+                 "best_mu": p.best_mu if p.status != "no minimum" else None,
+                 "coefficients": p.coefficients.tolist()}
+                for p in study.isoflop.parabolas
+            ],
+        },
+        "training": study.training and _fit_dict(study.training),
+        "unified": study.unified and {n: _fit_dict(f) for n, f in study.unified.items()},
+        "test_time": study.test_time and {
+            form.name: {"in_distribution": study.test_time.mean_huber(form.name),
+                        "extrapolation": study.test_time.mean_extrapolated(form.name)}
+            for form in TEST_TIME_FORMS
+        },
+        "held_out": [
+            {"mu": float(h.runs.mu[0]), "tokens": float(h.runs.tokens[0]), "error": h.error,
+             "oracle_error": h.oracle_error, "T": h.runs.num_loops.tolist(),
+             "measured": h.runs.loss.tolist(), "predicted": h.predicted.tolist()}
+            for h in study.held_out
+        ],
+        "skipped": study.skipped,
+        "predictor": predictor and predictor.as_dict(),
+    }  # fmt: skip
+
+
+def _law_dict(law: PowerLaw | None) -> dict[str, object] | None:
+    return law and {
+        "coefficient": law.coefficient, "exponent": law.exponent, "interval": law.interval,
+    }  # fmt: skip
+
+
+def _fit_dict(fit: Fit) -> dict[str, object]:
+    return {
+        "formula": fit.law.formula,
+        "params": fit.params,
+        "intervals": {name: fit.interval(name) for name in fit.params},
+        "huber": fit.huber,
+        "mean_error": fit.mean_error,
+        "num_points": fit.num_points,
+    }
+
+
+def _head(study: Study) -> str:
+    runs = study.runs
+    num_runs = len(np.unique(runs.run_ids()))
+    return (
+        f"# Scaling of looped models\n\n{num_runs} runs, {len(runs)} losses: budgets "
+        f"{_list(runs.budget)} FLOPs, mean recurrence {_list(runs.mu)}, T {_list(runs.num_loops)}. "
+        "Runs with mu = 1 are the fixed-depth baseline and enter no fit. Intervals are 90%."
+    )
+
+
+def _isoflop(isoflop: IsoFlop) -> str:
+    rows = [
+        (f"{p.budget:.3g}", f"{p.best_mu:.2f}", f"{isoflop.best_tokens(p):.3g}",
+         f"{float(p.predict(p.best_mu)):.4f}", p.status)
+        if p.status != "no minimum" else (f"{p.budget:.3g}", "-", "-", "-", p.status)
+        for p in isoflop.parabolas
+    ]  # fmt: skip
+    table = _table(("budget", "mu*", "D*", "loss", "minimum is"), rows)
+    if isoflop.mu_law is None or isoflop.tokens_law is None:
+        verdict = (
+            "Fewer than two budgets have their minimum inside the measured mu, so there are no "
+            "power laws: extend the range of mu or the budgets."
+        )
+    else:
+        verdict = (
+            f"mu* ∝ C^{_exponent(isoflop.mu_law)}, D* ∝ C^{_exponent(isoflop.tokens_law)} over "
+            f"{len(isoflop.usable)} budgets (the paper: 0.40 and 0.78)."
+        )
+        if len(isoflop.usable) < 4:
+            verdict += " So few budgets make this an indication, not a law."
+    return f"## IsoFLOP\n\n{table}\n\n{verdict}"
+
+
+def _exponent(law: PowerLaw) -> str:
+    span = f" [{law.interval[0]:.2f}, {law.interval[1]:.2f}]" if law.interval else ""
+    return f"{law.exponent:.3f}{span}"
+
+
+def _laws(study: Study) -> list[str]:
+    sections = []
+    if study.training:
+        sections.append(f"## {PART_NAMES['training']}\n\n{_fit_text(study.training)}")
+    if study.unified:
+        rows = [
+            (form.formula.split("Y D^-y + ")[1], f"{study.unified[form.name].huber:.6f}")
+            for form in UNIFIED_FORMS
+        ]
+        sections.append(
+            f"## {PART_NAMES['unified']}\n\n{_fit_text(study.unified['unified'])}\n\n"
+            "Conditioning of the decay on mu, total Huber loss (table 14):\n\n"
+            f"{_table(('decay', 'Huber'), rows)}\n\nThe learned gamma is "
+            f"{study.unified['unified_gamma'].params['gamma']:.3f}."
+        )
+    return sections
+
+
+def _fit_text(fit: Fit) -> str:
+    rows = []
+    for name, value in fit.params.items():
+        interval = fit.interval(name)
+        rows.append((name, f"{value:.5g}",
+                     f"{interval[0]:.4g} to {interval[1]:.4g}" if interval else "-"))  # fmt: skip
+    return (
+        f"`{fit.law.formula}`\n\n{_table(('parameter', 'value', 'interval'), rows)}\n\n"
+        f"{fit.num_points} points, Huber loss {fit.huber:.3g}, mean error {fit.mean_error:.2%}; "
+        f"{fit.num_agreeing} of the best starts agree on it."
+    )
+
+
+def _test_time(study: TestTimeStudy) -> str:
+    rows = []
+    for form in TEST_TIME_FORMS:
+        beyond = study.mean_extrapolated(form.name)
+        rows.append((form.formula, f"{study.mean_huber(form.name) * 1e7:.2f}",
+                     "-" if beyond is None else f"{beyond * 1e7:.2f}"))  # fmt: skip
+    floors = [c.floor_error for c in study.curves if c.floor_error is not None]
+    text = f"{len(study.curves)} curves; mean Huber loss per point, × 1e-7 (table 12):"
+    table = _table(("form", "all T", "fitted at T ≤ mu, tested beyond"), rows)
+    floor = (
+        f"\n\nL_inf differs from the loss at T = mu by {np.mean(floors):.2%} on average, "
+        f"{np.max(floors):.2%} at most (table 13)."
+        if floors
+        else ""
+    )
+    return f"## {PART_NAMES['test_time']}\n\n{text}\n\n{table}{floor}"
+
+
+def _held_out(study: Study) -> str:
+    rows = [
+        (f"{h.runs.mu[0]:g}", f"{h.runs.tokens[0]:.3g}", str(len(h.runs)), f"{h.error:.2%}",
+         "-" if h.oracle_error is None else f"{h.oracle_error:.2%}")
+        for h in study.held_out
+    ]  # fmt: skip
+    return "## Held-out runs\n\n" + _table(
+        ("mu", "tokens", "points", "mean error", "with the measured floor"), rows
+    )
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _list(values: np.ndarray) -> str:
+    return ", ".join(f"{value:.4g}".replace("e+", "e") for value in np.unique(values))
