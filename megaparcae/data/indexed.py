@@ -134,7 +134,7 @@ class IndexedDataset:
         if mixed:
             raise ShardError(
                 f"{self.bin_path} has {actual} bytes but {self.idx_path} describes {expected}: "
-                "the two files come from different runs; copy both from the same run or preprocess again"
+                "the two files come from different runs; copy both from one run or preprocess again"
             )
         if actual < expected:
             raise ShardError(
@@ -186,7 +186,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if not MAGIC.startswith(head[:9]) or (len(head) >= 9 and head[:9] != MAGIC):
         raise ShardError(
             f"{path} starts with {head[:9]!r}, an MMIDIDX index with {MAGIC!r}: this is "
-            "another kind of file; give the prefix of a shard made by tools/preprocess_data.py or Megatron-LM"
+            "another kind of file; give the prefix of a shard that Megatron or we wrote"
         )
     if len(head) < HEADER.size:
         raise _cut_short(path, size, f"the header alone takes {HEADER.size}")
