@@ -25,7 +25,7 @@ def read_yaml(path: str | Path) -> Tree:
     tree = parse_yaml(text, where=str(path))
     if not isinstance(tree, dict):
         raise UserError(
-            f"{path}: must be a mapping of sections such as `train:`, not {_kind(tree)}"
+            f"{path}: must be a mapping of sections such as `train:`, not {kind_of(tree)}"
         )
     return tree
 
