@@ -1,0 +1,1 @@
+"""Hugging Face: the exported model, and conversion in both directions."""
