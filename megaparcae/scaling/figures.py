@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megaparcae.errors import UserError
 from megaparcae.scaling.fit import Fit
 from megaparcae.scaling.isoflop import IsoFlop, PowerLaw
 from megaparcae.scaling.scale import LoopScale
@@ -42,14 +43,19 @@ def draw_figures(study: Study, folder: Path) -> dict[str, Path]:
 
 def _figure(columns: int, height: float = 3.6) -> tuple[Figure, list[Axes]]:
     """Axes side by side, without a display and without global state."""
-    from matplotlib.figure import Figure  # optional and slow to import
+    try:
+        from matplotlib.figure import Figure  # optional
+    except ImportError:
+        raise UserError(
+            "drawing figures needs matplotlib, which is not installed; pip install matplotlib"
+        ) from None
 
     figure = Figure(figsize=(0.6 + 4.4 * columns, height), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, columns))
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.2, linewidth=0.6)
-        axis.tick_params(labelsize=8)
+        axis.tick_params(which="both", labelsize=8)
     return figure, list(axes)
 
 
@@ -65,7 +71,9 @@ def _parabolas(study: Study) -> Figure:
     for parabola, colour in zip(parabolas, _colours(len(parabolas)), strict=True):
         mu = np.geomspace(parabola.mu.min(), parabola.mu.max(), 100)
         axis.plot(parabola.mu, parabola.loss, "o", color=colour, markersize=4)
-        axis.plot(mu, parabola.predict(mu), color=colour, linewidth=1.3, label=_flops(parabola.budget))
+        axis.plot(
+            mu, parabola.predict(mu), color=colour, linewidth=1.3, label=_flops(parabola.budget)
+        )
         if parabola.status == "inside":
             best = parabola.best_mu
             axis.plot(best, parabola.predict(best), "*", color=ORANGE, markersize=9, zorder=3)
@@ -102,10 +110,11 @@ def _contours(study: Study) -> Figure:
     assert study.training is not None
     figure, (axis,) = _figure(1)
     rows = study.runs.looped().at_training_depth()
-    mu = np.geomspace(rows.mu.min(), rows.mu.max(), 120)
+    mu = np.geomspace(rows.mu.min() / 1.08, rows.mu.max() * 1.08, 120)
     tokens = np.geomspace(rows.tokens.min() / 1.3, rows.tokens.max() * 1.3, 120)
     loss = _training_loss(study.training, study.isoflop.scale, mu[:, None], tokens[None])
-    lines = axis.contour(tokens, mu, loss, levels=12, cmap="viridis_r", linewidths=1)
+    levels = np.unique(np.quantile(loss, np.linspace(0.03, 0.97, 12)))
+    lines = axis.contour(tokens, mu, loss, levels=levels, cmap="viridis_r", linewidths=1)
     axis.clabel(lines, fontsize=7, fmt="%.2f")
     axis.plot(rows.tokens, rows.mu, "o", color=GREY, markersize=3, label="runs")
     frontier = _frontier(study.training, study.isoflop, mu, tokens)
@@ -113,7 +122,7 @@ def _contours(study: Study) -> Figure:
     axis.set_xscale("log")
     _mu_axis(axis, np.unique(rows.mu), vertical=True)
     axis.set_xlabel("training tokens D")
-    axis.legend(fontsize=8, frameon=True, framealpha=0.9, edgecolor="none", loc="upper left")
+    axis.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
 
@@ -165,7 +174,7 @@ def _held_out(study: Study) -> Figure:
         axis.plot(loops, item.predicted, style, color=ORANGE, linewidth=1.4,
                   label=f"predicted ({item.error:.2%})")  # fmt: skip
         if item.oracle is not None:
-            axis.plot(loops, item.oracle, style, color=BLUE, linewidth=1.4,
+            axis.plot(loops, item.oracle, style.replace("-", "--"), color=BLUE, linewidth=1.4,
                       label=f"oracle floor ({item.oracle_error:.2%})")  # fmt: skip
         axis.set_title(f"µ = {item.runs.mu[0]:g}, D = {item.runs.tokens[0]:.3g}", fontsize=9)
         axis.set_xlabel("loops at test time T")
@@ -188,7 +197,8 @@ def _plain_ticks(axis: Axes) -> None:
 
     axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 4.0, 6.0, 8.0)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.yaxis.set_minor_locator(LogLocator(subs=()))
+    axis.yaxis.set_minor_locator(LogLocator(subs=(3.0, 5.0)))
+    axis.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
 def _legend_outside(axis: Axes, title: str) -> None:

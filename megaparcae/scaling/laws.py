@@ -67,7 +67,9 @@ class Law:
             feature = term.feature(columns)
             if term.mu_power:
                 feature = feature * columns["mu"] ** -np.asarray(params[term.mu_power])
-            total = total + params[term.amplitude] * np.exp(-np.asarray(params[term.rate]) * feature)
+            total = total + params[term.amplitude] * np.exp(
+                -np.asarray(params[term.rate]) * feature
+            )
         return total
 
 
@@ -136,7 +138,9 @@ class ScaledLaw:
         low, spread = losses.min(), max(float(np.ptp(losses)), 1e-3 * losses.min())
         theta = np.empty((rows, self.num_theta))
         if self.num_floor:
-            theta[:, 0] = np.log(low - np.minimum(spread * 10 ** rng.uniform(-2, 1, rows), 0.9 * low))
+            theta[:, 0] = np.log(
+                low - np.minimum(spread * 10 ** rng.uniform(-2, 1, rows), 0.9 * low)
+            )
         for k in range(len(self.features)):
             size = spread if self.num_floor else low
             theta[:, self.num_floor + 2 * k] = np.log(size) + rng.uniform(-1.5, 1.5, rows)
@@ -198,7 +202,9 @@ def check_columns(law: Law, columns: Columns, num_points: int) -> None:
             column = {"N": "params", "D": "tokens"}.get(name, name)
             raise UserError(
                 f"the {law.name} law needs the column {column} (in every row); add the unrolled "
-                "parameter count" if name == "N" else f"the {law.name} law needs column {column}"
+                "parameter count"
+                if name == "N"
+                else f"the {law.name} law needs column {column}"
             )
         if len(np.unique(values)) < 2:
             raise UserError(

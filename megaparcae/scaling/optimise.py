@@ -29,7 +29,9 @@ class _Memory:
 
     @classmethod
     def empty(cls, size: int, rows: int, width: int) -> _Memory:
-        return cls(np.zeros((size, rows, width)), np.zeros((size, rows, width)), np.zeros((size, rows)))
+        return cls(
+            np.zeros((size, rows, width)), np.zeros((size, rows, width)), np.zeros((size, rows))
+        )
 
     def push(self, rows: np.ndarray, step: np.ndarray, change: np.ndarray) -> None:
         """Append one pair for `rows`, unless its curvature is not positive."""
@@ -86,7 +88,9 @@ def minimise(
         rows = active[moved]
         memory.push(rows, (new_theta - theta[active])[moved], new_gradient[moved] - gradient[rows])
         theta[rows], value[rows], gradient[rows] = (
-            new_theta[moved], new_value[moved], new_gradient[moved],
+            new_theta[moved],
+            new_value[moved],
+            new_gradient[moved],
         )
         active = active[moved & (gain > tolerance * np.abs(new_value) + 1e-300)]
     return theta, value

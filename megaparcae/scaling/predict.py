@@ -202,3 +202,20 @@ def _notes(predictor: Predictor, question: Question, mu: int) -> list[str]:
     if predictor.law is TRAINING:
         notes.append("the fit has no test-time part, so T = mu")
     return notes
+
+
+def describe(predictor: Predictor, question: Question) -> str:
+    """The answer as lines of text, with intervals and notes."""
+    result = answer(predictor, question)
+    shown = {
+        "mu": f"{result.mu}",
+        "tokens": f"{result.tokens:.4g}",
+        "num_loops": f"{result.num_loops}",
+        "loss": f"{result.loss:.4f}",
+    }
+    lines = []
+    for name, value in shown.items():
+        interval = result.intervals.get(name)
+        span = f"   [{interval[0]:.4g} to {interval[1]:.4g}]" if interval else ""
+        lines.append(f"{'T' if name == 'num_loops' else name:8s}{value}{span}")
+    return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])

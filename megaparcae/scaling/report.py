@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
+from megaparcae.errors import UserError
 from megaparcae.scaling.figures import draw_figures
 from megaparcae.scaling.fit import Fit
 from megaparcae.scaling.isoflop import IsoFlop, PowerLaw
 from megaparcae.scaling.laws import TEST_TIME_FORMS, UNIFIED_FORMS
-from megaparcae.scaling.study import Study
+from megaparcae.scaling.runs import read_runs
+from megaparcae.scaling.study import Study, run_study
 from megaparcae.scaling.test_time import TestTimeStudy
 
 PART_NAMES = {
@@ -31,11 +33,29 @@ def write_report(study: Study, folder: Path) -> Path:
         sections.append(_test_time(study.test_time))
     if study.held_out:
         sections.append(_held_out(study))
-    sections += [f"## {PART_NAMES[part]}\n\nNot fitted: {why}." for part, why in study.skipped.items()]
-    sections.append("\n\n".join(f"![{title}]({path.name})" for title, path in figures.items()))
+    sections += [
+        f"## {PART_NAMES[part]}\n\nNot fitted: {why}." for part, why in study.skipped.items()
+    ]
+    sections.extend(f"![{title}]({path.name})" for title, path in figures.items())
     report = folder / "report.md"
     report.write_text("\n\n".join(sections) + "\n")
     return report
+
+
+def fit_and_report(
+    table: Path,
+    held_out: Path | None,
+    folder: Path,
+    num_restarts: int,
+    num_draws: int,
+) -> Path:
+    """Read the runs, fit everything they support, write the report; its path."""
+    for option, value in (("--restarts", num_restarts), ("--draws", num_draws + 1)):
+        if value < 1:
+            raise UserError(f"{option} is too small; use 1000 restarts and 200 draws")
+    unseen = read_runs(held_out, require_budget=False) if held_out else None
+    study = run_study(read_runs(table), unseen, num_restarts=num_restarts, num_draws=num_draws)
+    return write_report(study, folder)
 
 
 def as_dict(study: Study) -> dict[str, object]:

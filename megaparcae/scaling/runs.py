@@ -101,15 +101,22 @@ def runs_from_rows(rows: Iterable[Row], source: str, require_budget: bool = True
     return Runs(num_loops=column.pop("T"), **column)
 
 
-def final_losses(log: Path) -> dict[int, float]:
-    """Loss by number of loops from the last validation record of a run's log.jsonl."""
+def final_losses(log: Path, num_steps: int) -> dict[int, float]:
+    """Loss by number of loops of the validation after step `num_steps`; empty before that.
+
+    Reads records {"kind": "validation", "step": s, "loss": {"<T>": nats per token}} of log.jsonl;
+    a last line that a running trainer has not finished is ignored.
+    """
+    if not log.exists():
+        return {}
     losses: dict[int, float] = {}
-    for number, line in enumerate(log.read_text().splitlines(), 1):
-        record = _parse_line(log, number, line)
-        if record.get("kind") == "validation":
-            by_depth = record["loss"]
-            assert isinstance(by_depth, dict)
-            losses = {int(loops): float(loss) for loops, loss in by_depth.items()}
+    for line in log.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record.get("kind") == "validation" and record["step"] >= num_steps:
+            losses = {int(loops): float(loss) for loops, loss in record["loss"].items()}
     return losses
 
 
@@ -121,10 +128,10 @@ def _grid_rows(folder: Path) -> list[Row]:
     for number, line in enumerate(index.read_text().splitlines(), 1):
         entry = dict(_parse_line(index, number, line))
         log = Path(str(entry["dir"])) / "log.jsonl"
-        losses = final_losses(log) if log.exists() else {}
+        losses = final_losses(log, int(str(entry["num_steps"])))
         rows += [{**entry, "T": loops, "loss": loss} for loops, loss in losses.items()]
     if not rows:
-        raise UserError(f"none of the runs of {index} has a validation loss yet; `run` them first")
+        raise UserError(f"none of the runs of {index} has finished yet; `run` them first")
     return rows
 
 

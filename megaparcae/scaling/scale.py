@@ -85,7 +85,7 @@ class LoopScale:
         return self.flops_fixed + self.flops_core * loop_units(mu)
 
     def forward_flops_per_token(self, num_loops: np.ndarray | float) -> np.ndarray:
-        """Serving FLOPs per token at T loops: a third of the fixed part (forward : total = 1 : 3)."""
+        """Serving FLOPs per token at T loops; a third of the training FLOPs of the fixed part."""
         return self.flops_fixed / 3 + self.flops_core * np.asarray(num_loops, float)
 
     def as_dict(self) -> dict[str, float]:

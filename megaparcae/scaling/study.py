@@ -30,7 +30,7 @@ class HeldOut:
     predicted: np.ndarray
     """Loss at each row by the unified law (the training law when there is none)."""
     oracle: np.ndarray | None
-    """The same with the measured loss at T = mu as the floor; None without it or without a decay."""
+    """The same with the measured loss at T = mu as the floor; None without it or a decay."""
 
     @property
     def error(self) -> float:
