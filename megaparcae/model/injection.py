@@ -1,12 +1,12 @@
 """How the prelude's output e enters every loop.
 
-Each injection splits into `prepare`, which does not depend on the loop index and runs once per
-micro-batch, and `forward`, which runs once per loop.
+An injection runs once per micro-batch and gives a `Drive`: all that does not depend on the loop
+index. `Drive.inject` is what is left for each loop.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,22 +14,32 @@ from torch import Tensor, nn
 
 from megaparcae.config.schema import ModelConfig
 
+# B rows, S positions, d width
 
-class Drive(NamedTuple):
-    """The part of u = f(h, e) that is the same in every loop."""
+
+@dataclass(frozen=True)
+class Drive:
+    """u = decay * h + W h + term, with whichever of the first two the injection has."""
 
     term: Tensor
-    """[B, S, d], added to the state's part."""
-    decay: Tensor | None
-    """[d], multiplies the state (diagonal only)."""
+    """[B, S, d]: what e contributes, the same in every loop."""
+    decay: Tensor | None = None
+    """[d]"""
+    weight: Tensor | None = None
+    """W [d, d]"""
 
-    def rows(self, count: int) -> Drive:
-        """The first `count` rows."""
-        return Drive(self.term[:count], self.decay)
+    def inject(self, h: Tensor) -> Tensor:
+        """The core's input u for the first len(h) rows."""
+        term = self.term[: len(h)]
+        if self.decay is not None:
+            return torch.addcmul(term, self.decay, h)
+        return term + (h if self.weight is None else F.linear(h, self.weight))
 
     def detached(self) -> Drive:
         """For the loops without gradient."""
-        return Drive(self.term.detach(), None if self.decay is None else self.decay.detach())
+        return Drive(
+            *(t if t is None else t.detach() for t in (self.term, self.decay, self.weight))
+        )
 
 
 class DiagonalInjection(nn.Module):
@@ -44,13 +54,9 @@ class DiagonalInjection(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(width))
         self.B = nn.Parameter(torch.empty(width, input_width or width))
 
-    def prepare(self, e: Tensor) -> Drive:
+    def forward(self, e: Tensor) -> Drive:
         step = F.softplus(self.dt_bias)
-        return Drive(step * F.linear(e, self.B), torch.exp(-step * torch.exp(self.A_log)))
-
-    def forward(self, h: Tensor, drive: Drive) -> Tensor:
-        assert drive.decay is not None
-        return torch.addcmul(drive.term, drive.decay, h)
+        return Drive(step * F.linear(e, self.B), decay=torch.exp(-step * torch.exp(self.A_log)))
 
 
 class LinearInjection(nn.Module):
@@ -61,21 +67,17 @@ class LinearInjection(nn.Module):
         self.width = width
         self.weight = nn.Parameter(torch.empty(width, width + (input_width or width)))
 
-    def prepare(self, e: Tensor) -> Drive:
-        return Drive(F.linear(e, self.weight[:, self.width :]), None)
-
-    def forward(self, h: Tensor, drive: Drive) -> Tensor:
-        return drive.term + F.linear(h, self.weight[:, : self.width])
+    def forward(self, e: Tensor) -> Drive:
+        of_state, of_input = self.weight.split([self.width, self.weight.shape[1] - self.width], 1)
+        # A copy of its own: sharded weights may be gone by the time the loop runs.
+        return Drive(F.linear(e, of_input), weight=of_state.contiguous())
 
 
 class AdditiveInjection(nn.Module):
     """u = h + e"""
 
-    def prepare(self, e: Tensor) -> Drive:
-        return Drive(e, None)
-
-    def forward(self, h: Tensor, drive: Drive) -> Tensor:
-        return h + drive.term
+    def forward(self, e: Tensor) -> Drive:
+        return Drive(e)
 
 
 Injection = DiagonalInjection | LinearInjection | AdditiveInjection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,33 +15,19 @@ from megaparcae.config.schema import ModelConfig
 from megaparcae.model.attention import AttentionContext, attention_context
 from megaparcae.model.batch import Batch
 from megaparcae.model.blocks import Block
+from megaparcae.model.looped_core import LoopedCore
 from megaparcae.model.norm import RMSNorm
-from megaparcae.model.recompute import checkpointed
+from megaparcae.model.recompute import WorkCounter, run_block
 from megaparcae.model.value_embedding import ValueEmbeddings
 from megaparcae.ops.cross_entropy import LMLoss
 
 # B rows, S positions, d width, V padded vocabulary
 
 
-@dataclass
-class WorkCounter:
-    """Block applications run so far, counted in rows; recomputation counts again."""
-
-    no_grad: int = 0
-    grad: int = 0
-
-    def add(self, rows: int) -> None:
-        """Count one block applied to `rows` rows, under the current grad mode."""
-        if torch.is_grad_enabled():
-            self.grad += rows
-        else:
-            self.no_grad += rows
-
-
 class LanguageModel(nn.Module):
     """Embedding, numbered blocks with value embeddings, final norm, tied or separate head."""
 
-    tp_plan = {
+    tp_plan: ClassVar[dict[str, str]] = {
         "embedding": "vocab",
         "value_embeddings.*": "table:1",
         "*.attention": "enter",
@@ -68,7 +54,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.recompute_prelude = self.recompute_core = self.recompute_coda = "none"
+        self.recompute_prelude = self.recompute_coda = "none"
         self.work = WorkCounter()
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.value_embeddings = ValueEmbeddings(config)
@@ -115,31 +101,16 @@ class LanguageModel(nn.Module):
         return x * math.sqrt(self.config.hidden_size) if self.config.scale_embeddings else x
 
     def run_stored_block(
-        self,
-        block: nn.Module,
-        layer: int,
-        x: Tensor,
-        batch: Batch,
-        context: AttentionContext,
-        recompute: str,
+        self, block: nn.Module, layer: int, x: Tensor, batch: Batch, context: AttentionContext
     ) -> Tensor:
-        """A prelude or coda block; `layer` is its number among the stored layers."""
-        return self.apply_block(
-            block, x, context, self.value_embeddings.rows(layer, batch.ids), recompute
+        """A block outside the loop; `layer` is its number among the stored layers."""
+        rows = self.value_embeddings.rows(layer, batch.ids)
+        core_begins = self.config.num_prelude_layers
+        looped = self.config.architecture == "looped"
+        recompute = (
+            self.recompute_coda if looped and layer >= core_begins else self.recompute_prelude
         )
-
-    def apply_block(
-        self,
-        block: nn.Module,
-        x: Tensor,
-        context: AttentionContext,
-        value_rows: Tensor | None,
-        recompute: str,
-    ) -> Tensor:
-        """One block, with its activation checkpointing."""
-        self.work.add(len(x))
-        selective = recompute == "selective"
-        return checkpointed(recompute == "block", block, x, context, value_rows, selective)
+        return run_block(block, x, context, rows, recompute, self.work)
 
     def finish(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Logits [B, S, V] in fp32, or the summed loss over the labels that count."""
@@ -150,6 +121,12 @@ class LanguageModel(nn.Module):
         logits = F.linear(x, weight).float()
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def set_recompute(self, *, prelude: str, core: str, coda: str) -> None:
+        """Activation checkpointing by section; a Transformer's layers all count as prelude."""
+        self.recompute_prelude, self.recompute_coda = prelude, coda
+        if isinstance(getattr(self, "core", None), LoopedCore):
+            self.core.recompute = core
 
     def keep_common(self, part: Part, layers: Collection[int], *, final_norm: bool) -> None:
         """Drop embedding, tables, norm and head that `part` does not need."""

@@ -1,11 +1,12 @@
 """The looped core: which rows run which loop, and the loop itself.
 
-Rows of a micro-batch are sorted by depth, deepest first, so that the rows that still need a loop are
-always a prefix. A finished row drops out: it is neither computed nor copied again until the phase ends.
+Rows of a micro-batch are sorted by depth, deepest first, so that the rows that still need a loop
+are always a prefix. A finished row drops out: it is not computed again until the phase ends.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from torch import Tensor
 GRAD_COST = 3
 """Cost of a core block with gradient, in forward passes of it without."""
 
-RunBlocks = Callable[[Tensor, int, range], Tensor]
-"""(state of the first `count` rows, count, core layers) -> the new state of these rows."""
+RunLayers = Callable[[Tensor, range], Tensor]
+"""(state of a prefix of the rows, core layers of one loop) -> their new state."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class LoopPlan:
     def from_depths(num_no_grad: Sequence[int], num_grad: Sequence[int]) -> LoopPlan:
         """Per-row depths n_i and k_i, both non-increasing along the rows."""
         for depths in (num_no_grad, num_grad):
-            assert all(a >= b for a, b in zip(depths, depths[1:], strict=False)), (
+            assert all(a >= b for a, b in itertools.pairwise(depths)), (
                 f"rows must be sorted by depth, deepest first: {list(depths)}"
             )
         return LoopPlan(_rows_per_loop(num_no_grad), _rows_per_loop(num_grad))
@@ -78,7 +79,7 @@ def run_phase(
     begin: int,
     end: int,
     num_layers: int,
-    run_blocks: RunBlocks,
+    run_layers: RunLayers,
 ) -> Tensor:
     """Units [begin, end) of one phase's (loop, layer) sequence; returns the state of all rows."""
     finished: list[Tensor] = []
@@ -87,7 +88,7 @@ def run_phase(
         if count < len(state):
             finished.append(state[count:])
             state = state[:count]
-        state = run_blocks(state, count, layers)
+        state = run_layers(state, layers)
     return torch.cat([state, *reversed(finished)]) if finished else state
 
 

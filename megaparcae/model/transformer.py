@@ -27,7 +27,7 @@ class Transformer(LanguageModel):
         assert x is not None
         for i in part.prelude:
             block = self.layers[str(i)]
-            x = self.run_stored_block(block, i, x, batch, context, self.recompute_prelude)
+            x = self.run_stored_block(block, i, x, batch, context)
         return self.finish(x, batch.labels) if part.head else x
 
     def keep(self, part: Part) -> None:

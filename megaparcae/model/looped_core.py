@@ -1,0 +1,73 @@
+"""The core as one module that runs all its loops, so that sharded weights are gathered once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from megaparcae.model.attention import AttentionContext
+from megaparcae.model.injection import Drive
+from megaparcae.model.loop import LoopPlan, run_phase
+from megaparcae.model.recompute import WorkCounter, checkpointed, run_block
+
+# B rows, S positions, d width
+
+
+@dataclass(frozen=True)
+class LoopInputs:
+    """What all loops of a micro-batch share; computed once."""
+
+    plan: LoopPlan
+    drive: Drive
+    context: AttentionContext
+    value_rows: tuple[Tensor | None, ...]
+    """Value-embedding rows [B, S, G hd] of each core layer."""
+
+    def detached(self) -> LoopInputs:
+        """For the loops without gradient."""
+        rows = tuple(None if rows is None else rows.detach() for rows in self.value_rows)
+        return replace(self, drive=self.drive.detached(), value_rows=rows)
+
+
+class LoopedCore(nn.ModuleDict):
+    """Blocks "0", "1", ...; a share of the loops of a micro-batch is one forward pass."""
+
+    def __init__(self, blocks: nn.ModuleDict, work: WorkCounter) -> None:
+        super().__init__(blocks)
+        self.recompute = "none"
+        self.work = work
+
+    def forward(self, h: Tensor, inputs: LoopInputs, share: tuple[float, float]) -> Tensor:
+        """State [B, S, d] after this share: first the loops without gradient, then those with."""
+        plan, layers = inputs.plan, len(self)
+        begin, end = (plan.cut(fraction, layers) for fraction in share)
+        units = plan.no_grad_units(begin, end, layers)
+        if units[0] < units[1]:
+            with torch.no_grad():
+                h = self.run_units(h.detach(), plan.no_grad, units, inputs.detached())
+            # Autocast caches cast weights; those cached here would carry no gradient.
+            torch.clear_autocast_cache()
+        return self.run_units(h, plan.grad, plan.grad_units(begin, end, layers), inputs)
+
+    def run_units(
+        self, h: Tensor, rows: tuple[int, ...], units: tuple[int, int], inputs: LoopInputs
+    ) -> Tensor:
+        """Units [begin, end) of one phase."""
+
+        def run(h: Tensor, layers: range) -> Tensor:
+            return checkpointed(self.recompute == "loop", self.run_loop, h, layers, inputs)
+
+        return run_phase(h, rows, *units, len(self), run)
+
+    def run_loop(self, h: Tensor, layers: range, inputs: LoopInputs) -> Tensor:
+        """One loop, or a stage's piece of it, for the first len(h) rows."""
+        if layers.start == 0:
+            h = inputs.drive.inject(h)
+        context = inputs.context.rows(len(h))
+        for i in layers:
+            table = inputs.value_rows[i]
+            value_rows = None if table is None else table[: len(h)]
+            h = run_block(self[str(i)], h, context, value_rows, self.recompute, self.work)
+        return h
