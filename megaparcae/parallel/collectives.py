@@ -47,7 +47,8 @@ def all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     _all_gather(parts, x.detach().contiguous(), group=group)
     dim = dim % x.ndim
-    return parts.unflatten(0, (group.size(), -1)).movedim(0, dim).flatten(dim, dim + 1)
+    by_rank: Tensor = parts.unflatten(0, (group.size(), -1))  # [R, ...]
+    return by_rank.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:

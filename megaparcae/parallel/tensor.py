@@ -2,7 +2,8 @@
 
 Megatron's scheme (arXiv 1909.08053, sequence parallelism arXiv 2205.05198). The model is written
 for one device; its plan maps patterns of module names (of parameter names for a module's own loose
-parameters) to rules. The first pattern that fits decides.
+parameters) to rules. The first pattern that fits decides. A tied head or loss has no parameters: it
+is given the embedding's local rows.
 
     rule             parameters          communication
     enter            -                   before: into the split region (attention, MLP)
@@ -158,13 +159,13 @@ def _split_lookup(module: nn.Module, tp: Axis) -> None:
     look_up = module.forward
 
     def forward(ids: Tensor) -> Tensor:
-        num_rows = module.weight.shape[0]  # type: ignore[union-attr]
+        num_rows = module.get_parameter("weight").shape[0]
         local = ids - tp.index * num_rows
         elsewhere = (local < 0) | (local >= num_rows)
-        rows = look_up(local.masked_fill(elsewhere, 0))  # [B, S, d]
+        rows: Tensor = look_up(local.masked_fill(elsewhere, 0))  # [B, S, d]
         return rows.masked_fill(elsewhere[..., None], 0)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def _make_specs(

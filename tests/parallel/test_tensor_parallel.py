@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness import run_ranks
@@ -75,6 +76,25 @@ class Head(HeadAndLoss):
         return self.head(x)
 
 
+class Logits(nn.Module):
+    """A head without weights of its own: it is given the embedding's."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return 4.0 * torch.tanh(F.linear(x, weight) / 4.0)
+
+
+class TiedHead(nn.Module):
+    """Embedding and logits from the same parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(PADDED, D)
+        self.head = Logits()
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.head(x + self.embedding(ids), self.embedding.weight)
+
+
 class Residual(nn.Module):
     """Norm, MLP and a replicated matrix, as in the residual stream."""
 
@@ -130,6 +150,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "attention": (ValuedAttention, False),
     "residual": (Residual, False),
     "head": (Head, True),
+    "tied_head": (TiedHead, True),
     "loss": (HeadAndLoss, True),
     "tied_lm": (TiedLM, True),
 }

@@ -96,7 +96,7 @@ class _ChunkedCrossEntropy(Function):
                     logits_grad = logits_grad.to(rule.product_type)
                     grad_hidden[chunk] = logits_grad @ rows
                     grad_weight += logits_grad.t() @ tokens
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight)  # type: ignore[arg-type]
         ctx.weight_type = weight.dtype  # type: ignore[attr-defined]
         return loss_sum
 
