@@ -37,7 +37,7 @@ def test_the_explanation_derives_dp_from_world_tp_and_pp():
         ((8, 3, None), 4, "multiple of micro_batch_size=3 x dp=1 (dp 1 = world 4 / (tp 2 x pp 2)); "
          "use train.global_batch_size in [6, 9] or train.micro_batch_size in [1, 2, 4, 8]"),
         ((2, 4, None), 4, "use train.global_batch_size in [4] or train.micro_batch_size in [1, 2]"),
-        ((9, 1, None), 8, "dp=2 (dp 2 = world 8 / (tp 2 x pp 2)); use train.global_batch_size in ["),
+        ((9, 1, None), 8, "dp=2 (dp 2 = world 8 / (tp 2 x pp 2)); use train.global_batch_size in"),
         ((12, None, 5), 4, "train.gradient_accumulation_steps in [1, 2, 3, 4, 6, 12]"),
         ((8, 2, 1), 4, "8 is not micro_batch_size=2 x gradient_accumulation_steps=1 x dp=1 = 2"),
         ((8, None, None), 4, "train has only global_batch_size=8; give any two of global_batch_s"),
