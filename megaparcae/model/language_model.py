@@ -24,6 +24,19 @@ from megaparcae.ops.cross_entropy import LMLoss
 # B rows, S positions, d width, V padded vocabulary
 
 
+class Logits(nn.Module):
+    """c tanh(x W^T / c) in fp32, or the plain product without a cap."""
+
+    def __init__(self, softcap: float | None) -> None:
+        super().__init__()
+        self.softcap = softcap
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [B, S, d], weight [V, d] -> [B, S, V]; padding ids included."""
+        logits = F.linear(x, weight).float()
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
 class LanguageModel(nn.Module):
     """Embedding, numbered blocks with value embeddings, final norm, tied or separate head."""
 
@@ -46,7 +59,8 @@ class LanguageModel(nn.Module):
         "injection": "replicated",
         "readout": "replicated",
         "split_state": "local_positions",
-        "head": "vocab_head",
+        "head": "column",
+        "logits": "vocab_head",
         "loss": "vocab_loss",
     }
     """Module name -> how tensor parallelism splits it."""
@@ -64,6 +78,7 @@ class LanguageModel(nn.Module):
             if config.tie_embeddings
             else nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         )
+        self.logits = Logits(config.logit_softcap)
         self.loss = LMLoss(vocab_size=config.vocab_size, softcap=config.logit_softcap)
 
     def make_norm(self) -> RMSNorm:
@@ -116,11 +131,7 @@ class LanguageModel(nn.Module):
         """Logits [B, S, V] in fp32, or the summed loss over the labels that count."""
         x = self.final_norm(x)
         weight = self.embedding.weight if self.config.tie_embeddings else self.head.weight
-        if labels is not None:
-            return self.loss(x, weight, labels)[0]
-        logits = F.linear(x, weight).float()
-        cap = self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return self.logits(x, weight) if labels is None else self.loss(x, weight, labels)[0]
 
     def set_recompute(self, *, prelude: str, core: str, coda: str) -> None:
         """Activation checkpointing by section; a Transformer's layers all count as prelude."""

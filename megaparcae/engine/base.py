@@ -1,0 +1,35 @@
+"""What the trainer asks of an engine, with or without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+MicroBatch = Any
+"""Opaque here: whatever the model's forward takes."""
+
+
+class Engine(Protocol):
+    """One optimizer step, or one evaluation, over this rank's micro-batches."""
+
+    module: nn.Module
+    """The model's local part."""
+
+    optimizer: Optimizer
+    """What holds the parameter groups and the states."""
+
+    def train_batch(self, batches: Sequence[MicroBatch], loss_scale: float) -> Tensor:
+        """Forward, backward and update. `loss_scale` turns each micro-batch's summed loss into its
+        share of the step's mean loss; returns the step's mean loss, the same on all ranks."""
+        ...
+
+    def eval_batch(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Summed loss of these micro-batches over all data-parallel ranks, the same on all ranks."""
+        ...
+
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last step, before clipping."""
+        ...

@@ -1,0 +1,77 @@
+"""Joining the other processes: the one place that looks at a launcher's environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+
+from megaparcae.errors import UserError
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among all of the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+def choose_device(wanted: str) -> str:
+    """`cpu` or `cuda` from train.device; UserError when there is no GPU to use."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UserError(
+            "train.device=cuda, but this machine shows no GPU to PyTorch; "
+            "use train.device=cpu, or install a CUDA build of PyTorch"
+        )
+    return "cuda" if available and wanted != "cpu" else "cpu"
+
+
+def init_distributed(wanted_device: str) -> Process:
+    """Join the process group that a launcher (deepspeed, torchrun, srun) describes, or be alone."""
+    kind = choose_device(wanted_device)
+    os.environ.setdefault("DS_ACCELERATOR", kind)
+    _fill_environment()
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+
+    import deepspeed  # after DS_ACCELERATOR, which it reads on import
+    import deepspeed.ops
+
+    if kind == "cpu":  # its shared-memory collectives would be compiled on first use
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not torch.distributed.is_initialized():
+        deepspeed.init_distributed("nccl" if kind == "cuda" else "gloo", verbose=False)
+    return Process(rank, int(os.environ["WORLD_SIZE"]), device)
+
+
+def _fill_environment() -> None:
+    """RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's names, or for one process."""
+    env = os.environ
+    if "RANK" not in env and "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
+        env["RANK"] = env["SLURM_PROCID"]
+        env["WORLD_SIZE"] = env["SLURM_NTASKS"]
+        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+        if "MASTER_ADDR" not in env:
+            raise UserError(
+                "srun started several processes, but MASTER_ADDR is not set; export it as the "
+                "first host of the job, as launch/slurm does"
+            )
+    env.setdefault("RANK", "0")
+    env.setdefault("LOCAL_RANK", "0")
+    env.setdefault("WORLD_SIZE", "1")
+    env.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in env:
+        env["MASTER_PORT"] = str(_free_port() if env["WORLD_SIZE"] == "1" else 29500)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
