@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator
 
-from megaparcae.errors import UserError
 from megaparcae.scaling.fit import Fit
 from megaparcae.scaling.isoflop import IsoFlop, PowerLaw
 from megaparcae.scaling.scale import LoopScale
 from megaparcae.scaling.study import Study
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
 
@@ -43,13 +41,6 @@ def draw_figures(study: Study, folder: Path) -> dict[str, Path]:
 
 def _figure(columns: int, height: float = 3.6) -> tuple[Figure, list[Axes]]:
     """Axes side by side, without a display and without global state."""
-    try:
-        from matplotlib.figure import Figure  # optional
-    except ImportError:
-        raise UserError(
-            "drawing figures needs matplotlib, which is not installed; pip install matplotlib"
-        ) from None
-
     figure = Figure(figsize=(0.6 + 4.4 * columns, height), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, columns))
     for axis in axes:
@@ -60,8 +51,6 @@ def _figure(columns: int, height: float = 3.6) -> tuple[Figure, list[Axes]]:
 
 
 def _colours(count: int) -> np.ndarray:
-    from matplotlib import colormaps
-
     return colormaps["viridis"](np.linspace(0.05, 0.85, count))
 
 
@@ -193,8 +182,6 @@ def _mu_axis(axis: Axes, ticks: np.ndarray, vertical: bool = False) -> None:
 
 
 def _plain_ticks(axis: Axes) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
     axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 4.0, 6.0, 8.0)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_minor_locator(LogLocator(subs=(3.0, 5.0)))

@@ -21,6 +21,11 @@ Columns = Mapping[str, np.ndarray]
 Params = Mapping[str, "float | np.ndarray"]
 """Value by parameter name; arrays [draws, 1] give predictions [draws, points]."""
 
+MAX_RATE = 300.0
+"""Largest rate of a feature scaled to 0..1."""
+MAX_LOG_AMPLITUDE = 500.0
+"""Largest logarithm of X, Y, Z: far beyond any fit, within a double."""
+
 
 @dataclass(frozen=True)
 class Term:
@@ -126,6 +131,9 @@ class ScaledLaw:
         self.origin = np.where(powered, 0.0, self.features.min(1))
         self.spread = np.maximum(self.features.max(1) - self.origin, 1e-12)
         self.features = (self.features - self.origin[:, None]) / self.spread[:, None]
+        # Beyond its limit a term is gone by the second point, and its amplitude overflows.
+        shift = np.maximum(np.abs(self.origin) / self.spread, 1e-12)
+        self.max_rate = np.minimum(MAX_RATE, MAX_LOG_AMPLITUDE / shift)  # [k]
         self.powered = np.flatnonzero(powered)
         self.log_mu = np.log(columns["mu"])
         self.mean_log_mu = self.log_mu.mean()
@@ -144,7 +152,9 @@ class ScaledLaw:
         for k in range(len(self.features)):
             size = spread if self.num_floor else low
             theta[:, self.num_floor + 2 * k] = np.log(size) + rng.uniform(-1.5, 1.5, rows)
-            theta[:, self.num_floor + 2 * k + 1] = rng.uniform(np.log(0.05), np.log(30), rows)
+            theta[:, self.num_floor + 2 * k + 1] = rng.uniform(
+                np.log(0.05), np.log(0.1 * self.max_rate[k]), rows
+            )
         if len(self.powered):
             theta[:, -1] = rng.uniform(0, 1.5, rows)
         return theta
@@ -152,7 +162,7 @@ class ScaledLaw:
     def value_and_jacobian(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(prediction [R, n], its derivative by theta [R, p, n])."""
         amplitude = theta[:, self.num_floor : self.num_floor + 2 * len(self.features) : 2]
-        rate = np.exp(theta[:, self.num_floor + 1 : self.num_floor + 2 * len(self.features) : 2])
+        rate = self._rates(theta)
         jacobian = np.empty((*theta.shape, self.features.shape[1]))
         total: np.ndarray | float = 0.0
         if self.num_floor:
@@ -165,20 +175,26 @@ class ScaledLaw:
             decay = rate[:, k, None] * f
             term = np.exp(amplitude[:, k, None] - decay)
             jacobian[:, self.num_floor + 2 * k] = term
-            jacobian[:, self.num_floor + 2 * k + 1] = -decay * term
+            free = rate[:, k, None] < self.max_rate[k]
+            jacobian[:, self.num_floor + 2 * k + 1] = -decay * term * free
             if k in self.powered:
                 jacobian[:, -1] = decay * self.log_mu * term
             total = total + term
         return np.broadcast_to(total, (len(theta), self.features.shape[1])), jacobian
 
+    def _rates(self, theta: np.ndarray) -> np.ndarray:
+        """[R, k] rates of the scaled features, held below their limits."""
+        last = self.num_floor + 2 * len(self.features)
+        return np.minimum(np.exp(theta[:, self.num_floor + 1 : last : 2]), self.max_rate)
+
     def to_params(self, theta: np.ndarray) -> dict[str, np.ndarray]:
         """theta [R, p] -> the law's parameters by name, each [R]."""
-        params = {}
+        params, rates = {}, self._rates(theta)
         if self.law.floor:
             params[self.law.floor] = np.exp(theta[:, 0])
         for k, term in enumerate(self.law.terms):
             log_amplitude = theta[:, self.num_floor + 2 * k]
-            rate = np.exp(theta[:, self.num_floor + 2 * k + 1]) / self.spread[k]
+            rate = rates[:, k] / self.spread[k]
             params[term.amplitude] = np.exp(log_amplitude + rate * self.origin[k])
             if term.mu_power:
                 rate = rate * np.exp(theta[:, -1] * self.mean_log_mu)

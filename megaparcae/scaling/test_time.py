@@ -57,7 +57,7 @@ class TestTimeStudy:
         return float(np.mean(values)) if values else None
 
 
-def fit_curves(runs: Runs, num_restarts: int = 200, seed: int = 0) -> TestTimeStudy:
+def fit_curves(runs: Runs, num_restarts: int = 40, seed: int = 0) -> TestTimeStudy:
     """Fit every curve that has at least four T; UserError when there is none."""
     ids = runs.run_ids()
     curves = []
