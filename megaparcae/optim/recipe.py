@@ -1,0 +1,46 @@
+"""From optimizer options to the updates that the sharded optimizer runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaparcae.config.schema import OptimizerConfig
+from megaparcae.optim.adamw import AdamW, ClippedAdamW
+from megaparcae.optim.muon import Muon
+from megaparcae.optim.param_groups import ParameterRule, parameter_rule
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The updates of one run; what changes from step to step comes from `schedule`."""
+
+    config: OptimizerConfig
+    adamw: AdamW | ClippedAdamW
+    muon: Muon
+
+    @property
+    def grad_clip(self) -> float:
+        """Largest global gradient norm; 0 is off."""
+        return self.config.grad_clip
+
+    def rule(self, name: str, full_shape: tuple[int, ...]) -> ParameterRule:
+        """The update of one parameter; see `parameter_rule`."""
+        return parameter_rule(name, full_shape, self.config.name)
+
+
+def make_recipe(config: OptimizerConfig) -> Recipe:
+    """The updates that `optimizer.*` asks for."""
+    muon = Muon(lr=config.muon_lr, dtype=config.muon_dtype)
+    match config.name:
+        case "muon_adamw" | "adamw":
+            adamw: AdamW | ClippedAdamW = AdamW(
+                lr=config.lr,
+                betas=config.betas,
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+            )
+        case "adamw_rdm":
+            adamw = ClippedAdamW(lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
+        case other:
+            raise ValueError(f"optimizer.name={other!r}: choose muon_adamw, adamw or adamw_rdm")
+    return Recipe(config, adamw, muon)
