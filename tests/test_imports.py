@@ -24,7 +24,10 @@ ALLOWED = {
 }
 """What a package may import besides itself, `log` and `errors`; `train` may import everything."""
 
-STAND_ALONE = ("hf/configuration_parcae.py", "hf/modeling_parcae.py")
+STAND_ALONE = tuple(
+    f"hf/{part}_parcae.py"
+    for part in ("configuration", "cache", "blocks", "early_exit", "modeling")
+)
 """Copied into every export, so they stand alone."""
 
 OPEN_TO_ALL = {"log", "errors"}
@@ -60,7 +63,8 @@ def is_within(name: str, modules: set[str]) -> bool:
 def allowed_in(file: str) -> set[str]:
     package = file.split("/")[0].removesuffix(".py")
     if file in STAND_ALONE:
-        return {".configuration_parcae"}  # the form that transformers asks of a model folder
+        # The form that transformers asks of a model folder.
+        return {"." + stand_alone[3:-3] for stand_alone in STAND_ALONE}
     if package in OPEN_TO_ALL:
         return OPEN_TO_ALL
     return OPEN_TO_ALL | ALLOWED[package] | {package}

@@ -1,0 +1,1 @@
+"""Checkpoints: one set of canonical names, every reader."""
