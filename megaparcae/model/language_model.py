@@ -70,6 +70,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.recompute_prelude = self.recompute_coda = "none"
         self.work = WorkCounter()
+        self.row_losses: Tensor | None = None  # [B], of the last loss taken; for the log
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.value_embeddings = ValueEmbeddings(config)
         self.final_norm = self.make_norm()
@@ -131,7 +132,10 @@ class LanguageModel(nn.Module):
         """Logits [B, S, V] in fp32, or the summed loss over the labels that count."""
         x = self.final_norm(x)
         weight = self.embedding.weight if self.config.tie_embeddings else self.head.weight
-        return self.logits(x, weight) if labels is None else self.loss(x, weight, labels)[0]
+        if labels is None:
+            return self.logits(x, weight)
+        loss, _, self.row_losses = self.loss(x, weight, labels)
+        return loss
 
     def set_recompute(self, *, prelude: str, core: str, coda: str) -> None:
         """Activation checkpointing by section; a Transformer's layers all count as prelude."""

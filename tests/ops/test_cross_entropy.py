@@ -32,9 +32,10 @@ def make_inputs(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int, **options: float):
-    return chunked_cross_entropy(
+    loss_sum, count, _ = chunked_cross_entropy(
         hidden, weight, labels, vocabulary=Vocabulary(size=vocab_size), chunk_size=8, **options
     )
+    return loss_sum, count
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -116,6 +117,8 @@ def test_the_module_takes_rows_of_positions():
     got = LMLoss(50, softcap=3.0)(hidden[None], weight, labels[None])
     torch.testing.assert_close(got[0], want, rtol=1e-6, atol=0)
     assert got[1] == count
+    assert got[2].shape == (1,)
+    torch.testing.assert_close(got[2].sum(), want, rtol=1e-6, atol=0)
 
 
 def peak_growth(num_tokens: int) -> int:
@@ -126,7 +129,7 @@ def peak_growth(num_tokens: int) -> int:
     weight = torch.randn(vocab_size, d, requires_grad=True)
     labels = torch.randint(vocab_size, (num_tokens,))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    loss, _ = chunked_cross_entropy(
+    loss, *_ = chunked_cross_entropy(
         hidden, weight, labels, vocabulary=Vocabulary(size=vocab_size), softcap=30.0, chunk_size=512
     )
     loss.backward()

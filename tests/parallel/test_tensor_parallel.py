@@ -65,7 +65,7 @@ class HeadAndLoss(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         labels = ids.roll(-1, dims=1)
         labels[:, -1] = -100
-        loss_sum, count = self.loss(x, self.head.weight, labels)
+        loss_sum, count, _ = self.loss(x, self.head.weight, labels)
         return loss_sum / count
 
 
@@ -123,7 +123,7 @@ class TiedLM(nn.Module):
         stream = self.embedding(ids) + x + self.start(torch.ones(B, S, D))
         stream = self.residual(stream + self.attention(stream, ids), ids)
         labels = ids.roll(-1, dims=1)
-        loss_sum, count = self.loss(stream, self.embedding.weight, labels)
+        loss_sum, count, _ = self.loss(stream, self.embedding.weight, labels)
         return loss_sum / count
 
 

@@ -24,13 +24,15 @@ class LMLoss(nn.Module):
         self.softcap = softcap
         self.chunk_size = chunk_size
 
-    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss sum (fp32) and number of labels that count.
+    def forward(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss sum (fp32), number of labels that count, and each row's loss [B] without gradient.
 
         hidden [B, S, d], normalised; weight [V, d]; labels [B, S], already shifted. When the
-        vocabulary is split, all ranks get the same two numbers.
+        vocabulary is split, all ranks get the same numbers.
         """
-        return chunked_cross_entropy(
+        loss_sum, count, losses = chunked_cross_entropy(
             hidden.flatten(0, -2),
             weight,
             labels.flatten(),
@@ -38,6 +40,7 @@ class LMLoss(nn.Module):
             softcap=self.softcap,
             chunk_size=self.chunk_size,
         )
+        return loss_sum, count, losses.view(labels.shape).sum(dim=-1)
 
     def split_vocabulary(self, index: int, *, reduce_max: Reduce, reduce_sum: Reduce) -> None:
         """From now on `weight` is slice `index` of the padded vocabulary's equal row slices."""

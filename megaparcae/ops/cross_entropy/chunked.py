@@ -48,10 +48,11 @@ def chunked_cross_entropy(
     softcap: float | None = None,
     ignore_index: int = -100,
     chunk_size: int = 1024,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """`naive_cross_entropy`, with the logits of at most chunk_size tokens in memory at a time.
 
-    A label outside the vocabulary gives an infinite loss.
+    Also returns the loss of every token [N], fp32 and without gradient. A label outside the
+    vocabulary gives an infinite loss.
     """
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -63,8 +64,8 @@ def chunked_cross_entropy(
         product_type=torch.get_autocast_dtype(device) if autocast else weight.dtype,
         needs_grad=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
     )
-    loss_sum = _ChunkedCrossEntropy.apply(hidden, weight, labels, rule)
-    return loss_sum, (labels != ignore_index).sum()
+    loss_sum, losses = _ChunkedCrossEntropy.apply(hidden, weight, labels, rule)
+    return loss_sum, (labels != ignore_index).sum(), losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,8 @@ class _ChunkedCrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, rule: _Rule
-    ) -> Tensor:
-        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    ) -> tuple[Tensor, Tensor]:
+        all_losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if rule.needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if rule.needs_grad else None
         with torch.autocast(hidden.device.type, enabled=False):
@@ -91,18 +92,19 @@ class _ChunkedCrossEntropy(Function):
                 chunk = slice(start, start + rule.chunk_size)
                 tokens = hidden[chunk].to(rule.product_type)  # [n, d]
                 losses, logits_grad = _chunk(F.linear(tokens, rows), labels[chunk], rule)
-                loss_sum += losses.sum()
+                all_losses[chunk] = losses
                 if grad_hidden is not None and grad_weight is not None:
                     logits_grad = logits_grad.to(rule.product_type)
                     grad_hidden[chunk] = logits_grad @ rows
                     grad_weight += logits_grad.t() @ tokens
         ctx.save_for_backward(grad_hidden, grad_weight)  # type: ignore[arg-type]
         ctx.weight_type = weight.dtype  # type: ignore[attr-defined]
-        return loss_sum
+        ctx.mark_non_differentiable(all_losses)
+        return all_losses.sum(), all_losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
         weight_type = ctx.weight_type  # type: ignore[attr-defined]
         return (

@@ -1,0 +1,52 @@
+"""python -m megaparcae.train --config launch/configs/pretrain_tiny.yaml --set train.num_steps=100"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megaparcae.errors import run_command
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m megaparcae.train",
+        description="Pretrain a looped language model (one process, deepspeed, torchrun or srun).",
+        epilog="A run that is asked to stop (SIGTERM, SIGUSR1, Ctrl-C) saves and exits with code 75; "
+        "the same command continues it.",
+    )
+    parser.add_argument("--config", required=True, metavar="YAML", help="the run's configuration")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override an option; may be repeated",
+    )
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # some launchers pass it
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    arguments = parse_arguments(sys.argv[1:])
+    from megaparcae.config.load import load_config
+
+    overrides = [item for group in arguments.overrides for item in group]
+    config = load_config(arguments.config, overrides)
+
+    from megaparcae.engine.distributed import init_distributed
+    from megaparcae.log import setup_logging
+    from megaparcae.train.build import build_run
+    from megaparcae.train.safety import STOPPED_EXIT_CODE
+    from megaparcae.train.trainer import run_training
+
+    process = init_distributed(config.train.device)
+    setup_logging(process.rank)
+    complete = run_training(config, build_run(config, process))
+    return 0 if complete else STOPPED_EXIT_CODE
+
+
+if __name__ == "__main__":
+    run_command(main)

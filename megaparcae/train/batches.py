@@ -1,0 +1,149 @@
+"""A rank's micro-batches as a pure function of the step: ids, depths, deal, tokens, start states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megaparcae.config.batch import BatchPlan
+from megaparcae.config.schema import RunConfig
+from megaparcae.data.sampler import deal, step_sample_ids
+from megaparcae.model.batch import Batch, depth_order
+from megaparcae.model.depth import sample_depths, start_state
+from megaparcae.model.loop import GRAD_COST, LoopPlan
+
+Ints = NDArray[np.int64]
+VALIDATION_STEP = -1
+"""Stands for the step in the random draws of validation, so that it is always the same."""
+IGNORED = -100
+
+
+class Rows(Protocol):
+    """What a data set returns for some sample ids."""
+
+    tokens: Ints
+    """[n, S + 1]"""
+    document_ids: NDArray[np.int32]
+    """[n, S]"""
+
+
+class RowSource(Protocol):
+    """Random access to packed rows; sample ids are unbounded."""
+
+    def rows(self, sample_ids: Ints) -> Rows: ...
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """One micro-batch in host memory, rows deepest first."""
+
+    sample_ids: Ints
+    tokens: Ints
+    documents: NDArray[np.int32] | None
+    num_no_grad: list[int]
+    num_grad: list[int]
+
+
+class BatchMaker:
+    """Reads this rank's rows on the host, and turns them into what the model takes."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: BatchPlan,
+        *,
+        dp_index: int,
+        train: RowSource,
+        validation: RowSource | None,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.plan = plan
+        self.dp_index = dp_index
+        self.train = train
+        self.validation = validation
+        self.device = device
+
+    def read(self, step: int) -> list[HostBatch]:
+        """This rank's micro-batches of an optimizer step; safe to call from a reader thread."""
+        ids = step_sample_ids(step, self.plan.global_batch)
+        n, k = self.depths(step, ids)
+        grad_cost = GRAD_COST + (self.config.parallel.recompute_core != "none")
+        positions = deal(
+            n + grad_cost * k,
+            dp=self.plan.dp,
+            micro_batches=self.plan.accumulation,
+            rows=self.plan.micro_batch,
+            mode=self.config.parallel.deal,
+        )
+        return [self._read_rows(ids, n, k, micro) for micro in positions[self.dp_index]]
+
+    def depths(self, step: int, ids: Ints) -> tuple[Ints, Ints]:
+        """Loops without and with gradient of these samples; none for a Transformer."""
+        if self.config.model.architecture == "transformer":
+            return np.zeros_like(ids), np.zeros_like(ids)
+        recurrence = self.config.model.recurrence
+        return sample_depths(recurrence, seed=self.config.train.seed, step=step, sample_ids=ids)
+
+    def _read_rows(self, ids: Ints, n: Ints, k: Ints, rows: Ints) -> HostBatch:
+        rows = rows[depth_order(n[rows], k[rows])]
+        read = self.train.rows(ids[rows])
+        documents = read.document_ids if self.config.data.document_mask else None
+        return HostBatch(ids[rows], read.tokens, documents, n[rows].tolist(), k[rows].tolist())
+
+    def to_device(self, batches: list[HostBatch], step: int) -> list[Batch]:
+        """The model's inputs; start states are drawn when the stage that needs them runs."""
+        return [self._to_device(batch, step) for batch in batches]
+
+    def _to_device(self, batch: HostBatch, step: int) -> Batch:
+        tokens = self._tensor(batch.tokens)
+        looped = self.config.model.architecture == "looped"
+        return Batch(
+            ids=tokens[:, :-1],
+            labels=tokens[:, 1:],
+            documents=None if batch.documents is None else self._tensor(batch.documents),
+            plan=LoopPlan.from_depths(batch.num_no_grad, batch.num_grad) if looped else None,
+            start_state=partial(
+                start_state,
+                self.config.model,
+                seed=self.config.train.seed,
+                step=step,
+                sample_ids=batch.sample_ids,
+                sequence_length=self.config.model.sequence_length,
+                device=self.device,
+            ),
+        )
+
+    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cuda":
+            return host.pin_memory().to(self.device, non_blocking=True)
+        return host
+
+    def validation_batches(self, num_loops: int) -> list[Batch]:
+        """This rank's share of the validation rows, all `num_loops` deep.
+
+        The rows are the same for every layout and batch size; ranks whose share is smaller get
+        rows whose labels are ignored.
+        """
+        assert self.validation is not None
+        total, rows = self.config.validation.num_sequences, self.plan.micro_batch
+        per_rank = -(-total // (self.plan.dp * rows)) * rows
+        ids = self.dp_index * per_rank + np.arange(per_rank)
+        batches = []
+        for some in ids.reshape(-1, rows):
+            read = self.validation.rows(some % total)
+            documents = read.document_ids if self.config.data.document_mask else None
+            depths = [num_loops - 1] * rows, [1] * rows  # evaluation runs without gradient anyway
+            host = HostBatch(some, read.tokens, documents, *depths)
+            batch = self._to_device(host, VALIDATION_STEP)
+            assert batch.labels is not None
+            batch.labels[torch.from_numpy(some >= total).to(self.device)] = IGNORED
+            batches.append(batch)
+        return batches

@@ -1,0 +1,137 @@
+"""From a config to a run: the only place where model, parallelism, optimizer and data meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from megaparcae.config.batch import BatchPlan, solve_batch
+from megaparcae.config.schema import OptimizerConfig, RunConfig
+from megaparcae.engine.base import Engine
+from megaparcae.engine.distributed import Process
+from megaparcae.engine.ds_config import deepspeed_options
+from megaparcae.engine.pipeline import PipelineEngine
+from megaparcae.engine.plain import PlainEngine
+from megaparcae.log import logger
+from megaparcae.model.blocks import Block
+from megaparcae.model.build import build_model
+from megaparcae.model.depth import expected_depths
+from megaparcae.model.init import initial_value
+from megaparcae.model.looped_core import LoopedCore
+from megaparcae.optim.recipe import make_recipe
+from megaparcae.optim.schedule import Hyperparameters
+from megaparcae.parallel.apply import lay_out
+from megaparcae.parallel.mesh import Mesh, make_mesh
+from megaparcae.parallel.shard import spec_of
+from megaparcae.parallel.sharded_optimizer import ShardedOptimizer
+from megaparcae.parallel.stages import Stage, cost_line, describe_stages, make_stages, single_stage
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a training loop needs, on this rank."""
+
+    config: RunConfig
+    process: Process
+    mesh: Mesh
+    plan: BatchPlan
+    stages: list[Stage]
+    model: nn.Module
+    engine: Engine
+
+
+def build_run(config: RunConfig, process: Process) -> Run:
+    """Lay the model out over the processes and wrap it in an engine. All ranks call it together."""
+    parallel = config.parallel
+    plan = solve_batch(config.train, world=process.world_size, tp=parallel.tp, pp=parallel.pp)
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    mesh = make_mesh(pp=parallel.pp, tp=parallel.tp)
+    stages = plan_stages(config)
+    logger.info(plan.explain())
+    if len(stages) > 1:
+        logger.info(describe_stages(stages))
+    with torch.device("meta"):
+        model = build_model(config.model)
+    lay_out(
+        model,
+        stages=stages,
+        mesh=mesh,
+        parallel=parallel,
+        initial_value=lambda name, shape: initial_value(
+            config.model, seed=config.train.seed, name=name, shape=shape
+        ),
+        device=process.device,
+    )
+    if config.train.compile:
+        compile_blocks(model)
+    engine = make_engine(config, plan, mesh, stages, model)
+    return Run(config, process, mesh, plan, stages, model, engine)
+
+
+def plan_stages(config: RunConfig) -> list[Stage]:
+    """The pipeline's stages; one that runs everything without a pipeline."""
+    if config.parallel.pp == 1:
+        return single_stage(config.model)
+    looped = config.model.architecture == "looped"
+    loops = expected_depths(config.model.recurrence) if looped else (0.0, 0.0)
+    line = cost_line(config.model, loops, config.parallel.recompute_core != "none")
+    return make_stages(
+        config.model, line, pp=config.parallel.pp, layout=config.parallel.pipeline_layout
+    )
+
+
+def make_engine(
+    config: RunConfig, plan: BatchPlan, mesh: Mesh, stages: list[Stage], model: nn.Module
+) -> Engine:
+    """Optimizer and engine over a model that has been laid out."""
+    optimizer = make_optimizer(config, model, mesh)
+    options = deepspeed_options(config.parallel, config.train, config.optimizer, plan)
+    if mesh.pp.size > 1:
+        return PipelineEngine(model, stages[mesh.pp.index].part, optimizer, options, mesh)
+    return PlainEngine(model, optimizer, options, mesh, leaf_modules=(LoopedCore,))
+
+
+def make_optimizer(config: RunConfig, model: nn.Module, mesh: Mesh) -> Optimizer:
+    """Ours at ZeRO stage 0; PyTorch's AdamW for DeepSpeed to shard at stages 1 to 3."""
+    recipe = make_recipe(config.optimizer)
+    parameters = list(model.parameters())
+    if config.parallel.zero_stage == 0:
+        return ShardedOptimizer(parameters, recipe, mesh)
+
+    def group(decayed: bool) -> dict[str, object]:
+        specs = {p: spec_of(p) for p in parameters}
+        chosen = [
+            p for p, s in specs.items() if recipe.rule(s.name, s.full_shape).decayed is decayed
+        ]
+        return {"params": chosen, "weight_decay": config.optimizer.weight_decay * decayed}
+
+    return torch.optim.AdamW(
+        [g for g in (group(True), group(False)) if g["params"]],
+        lr=config.optimizer.lr,
+        betas=config.optimizer.betas,
+        eps=config.optimizer.eps,
+        fused=parameters[0].is_cuda,
+    )
+
+
+def apply_schedule(optimizer: Optimizer, hyper: Hyperparameters, config: OptimizerConfig) -> None:
+    """Set this step's rates on whichever optimizer the run has."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.set_hyperparameters(
+            lr_factor=hyper.lr_factor,
+            muon_momentum=hyper.muon_momentum,
+            muon_weight_decay=hyper.muon_weight_decay,
+        )
+        return
+    for group in optimizer.param_groups:
+        group["lr"] = hyper.lr_factor * config.lr
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """torch.compile every block, once for all row counts."""
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.compile(dynamic=True)

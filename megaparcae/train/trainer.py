@@ -1,0 +1,151 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from megaparcae.checkpoint.manager import CheckpointManager
+from megaparcae.config.schema import RunConfig
+from megaparcae.data.dataset import TokenDataset
+from megaparcae.data.loader import Prefetcher
+from megaparcae.data.sampler import step_sample_ids
+from megaparcae.log import logger
+from megaparcae.optim.schedule import hyperparameters_at
+from megaparcae.train.batches import BatchMaker
+from megaparcae.train.build import Run, apply_schedule
+from megaparcae.train.metrics import Record, StepClock, console_line, make_sinks, work_record
+from megaparcae.train.safety import SkipGuard, StopRequest
+
+
+class Trainer:
+    """One run on this rank: reads, steps, validates, logs, saves."""
+
+    def __init__(
+        self, run: Run, train_data: TokenDataset, validation_data: TokenDataset | None
+    ) -> None:
+        config = run.config
+        self.run = run
+        self.config = config
+        self.run_dir = Path(config.checkpoint.dir)
+        self.is_writer = run.mesh.rank == 0
+        self.batches = BatchMaker(
+            config,
+            run.plan,
+            dp_index=run.mesh.dp.index,
+            train=train_data,
+            validation=validation_data,
+            device=run.process.device,
+        )
+        self.checkpoints = CheckpointManager(config, run.mesh)
+        self.stop = StopRequest(run.process.device)
+        self.guard = SkipGuard(config.train.max_skipped_steps)
+        name = torch.cuda.get_device_name() if run.process.device.type == "cuda" else "CPU"
+        self.clock = StepClock(config, run.plan, name)
+        self.num_counted = run.plan.global_batch * config.model.sequence_length
+        """Labels of a step: packing leaves no padding, so every position counts."""
+
+    def train(self) -> bool:
+        """Run to the last step or until asked to stop; True when the run is complete."""
+        step = self.checkpoints.resume(self.run.engine)
+        self.sinks = make_sinks(self.config, self.run_dir, self.is_writer)
+        reader = Prefetcher(self.batches.read, start=step, num_workers=self.config.data.num_workers)
+        saved = step
+        try:
+            while step < self.config.train.num_steps:
+                record = self.step(step, reader)
+                step += 1
+                self.report(record)
+                if _due(step, self.config.validation.interval):
+                    self.validate(step)
+                stopping = self.stop.agreed()
+                if stopping or _due(step, self.config.checkpoint.interval):
+                    self.save(step)
+                    saved = step
+                if stopping:
+                    break
+            if saved != step:
+                self.save(step)
+        finally:
+            reader.close()
+            for sink in self.sinks:
+                sink.close()
+        return step >= self.config.train.num_steps
+
+    def step(self, step: int, reader: Prefetcher) -> Record:
+        """One optimizer step; `step` have been made before it."""
+        host = next(reader)
+        hyper = hyperparameters_at(
+            step,
+            optimizer=self.config.optimizer,
+            schedule=self.config.schedule,
+            num_steps=self.config.train.num_steps,
+        )
+        apply_schedule(self.run.engine.optimizer, hyper, self.config.optimizer)
+        micro_batches = self.batches.to_device(host, step)
+        loss = float(self.run.engine.train_batch(micro_batches, 1 / self.num_counted))
+        norm = self.run.engine.grad_norm()
+        n, k = self.batches.depths(step, step_sample_ids(step, self.run.plan.global_batch))
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))
+        self.guard.note(skipped, step + 1)
+        return {
+            "step": step + 1,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr_factor": hyper.lr_factor,
+            "lr": hyper.lr_factor * self.config.optimizer.lr,
+            "tokens": (step + 1) * self.num_counted,
+            "skipped_steps": self.guard.total,
+            **work_record(host, n, k),
+            **self.clock.step(step + 1, n, k),
+        }
+
+    def report(self, record: Record) -> None:
+        """To all sinks, and at the interval to the console."""
+        for sink in self.sinks:
+            sink.write(record)
+        if _due(record["step"], self.config.log.interval):
+            logger.info(console_line(record, self.config.train.num_steps))
+
+    def validate(self, step: int) -> None:
+        """Mean loss of the validation rows at each depth; training is not disturbed."""
+        if self.batches.validation is None:
+            return
+        losses = validation_losses(self.run, self.batches)
+        for sink in self.sinks:
+            sink.write({"step": step, "validation": losses})
+        shown = "  ".join(f"T={name} {loss:.4f}" for name, loss in losses.items())
+        logger.info("validation after step %d: %s", step, shown)
+        self.clock.skip()
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint; all ranks together."""
+        path = self.checkpoints.save(step, self.run.engine)
+        for sink in self.sinks:
+            sink.write({"step": step, "event": "checkpoint", "path": str(path)})
+        logger.info("saved %s", path)
+        self.clock.skip()
+
+
+def validation_losses(run: Run, batches: BatchMaker) -> dict[str, float]:
+    """Depth -> mean loss per token in nats; a Transformer has the one depth 1."""
+    config = run.config
+    looped = config.model.architecture == "looped"
+    count = config.validation.num_sequences * config.model.sequence_length
+    depths = config.validation.num_loops if looped else (1,)
+    return {
+        str(depth): float(run.engine.eval_batch(batches.validation_batches(depth))) / count
+        for depth in depths
+    }
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def run_training(config: RunConfig, run: Run) -> bool:
+    """Open the data and train; True when the run is complete."""
+    train_data, validation_data = TokenDataset.open(config.data, config.model, config.train.seed)
+    return Trainer(run, train_data, validation_data).train()
