@@ -1,0 +1,105 @@
+"""The record beside a shard, `{prefix}.json`: which tokenizer and which text it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megaparcae.data.indexed import IndexedDataset, ShardError
+from megaparcae.data.tokenizer import Tokenizer
+from megaparcae.log import logger
+
+TOOL = "megaparcae preprocess 1"
+LISTED_SOURCES = 1000
+
+
+@dataclass
+class SourceRecord:
+    """What one input gave."""
+
+    path: str
+    bytes: int
+    documents: int = 0
+    """Of the first JSON key."""
+    _digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def add(self, fingerprint: str, documents: int) -> None:
+        """Count a block, blocks in order."""
+        self._digest.update(fingerprint.encode())
+        self.documents += documents
+
+    def as_dict(self) -> dict[str, int | str]:
+        """For the sidecar."""
+        fingerprint = self._digest.hexdigest()
+        values = {"path": self.path, "bytes": self.bytes, "documents": self.documents}
+        return {**values, "fingerprint": fingerprint}
+
+
+@dataclass
+class KeyTotals:
+    """Counts of one JSON key."""
+
+    documents: int = 0
+    empty: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, int | str | None]:
+    """Identity of a tokenizer."""
+    return {
+        "kind": tokenizer.kind,
+        "file": tokenizer.path.name,
+        "sha256": tokenizer.identity,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "eod_id": tokenizer.eod_id,
+    }
+
+
+def build_sidecar(
+    key: str,
+    totals: KeyTotals,
+    dtype: np.dtype,
+    append_eod: bool,
+    tokenizer: Tokenizer,
+    sources: Sequence[SourceRecord],
+) -> dict:
+    """Contents of the sidecar of a new shard; the writer adds `files` (bytes and checksums)."""
+    records = [source.as_dict() for source in sources]
+    together = hashlib.sha256("".join(str(r["fingerprint"]) for r in records).encode())
+    return {
+        "tool": TOOL,
+        "json_key": key,
+        "tokenizer": tokenizer_record(tokenizer),
+        "dtype": dtype.name,
+        "append_eod": append_eod,
+        "documents": totals.documents,
+        "empty_documents": totals.empty,
+        "tokens": totals.tokens,
+        "text_bytes": totals.bytes,
+        "source_fingerprint": together.hexdigest(),
+        "num_sources": len(records),
+        "sources": records[:LISTED_SOURCES],
+    }
+
+
+def require_same_tokenizer(shard: IndexedDataset, tokenizer: Tokenizer) -> None:
+    """Refuse a shard that another tokenizer made; one without a sidecar is used with a warning."""
+    if shard.sidecar is None:
+        logger.warning(
+            f"shard {shard.prefix} has no sidecar: it cannot be checked that tokenizer "
+            f"{tokenizer.path} made it"
+        )
+        return
+    made_by = shard.sidecar.get("tokenizer") or {}
+    if made_by.get("sha256") not in (None, tokenizer.identity):
+        raise ShardError(
+            f"shard {shard.prefix} was made with tokenizer {made_by.get('file')} (sha256 "
+            f"{made_by['sha256'][:12]}..., {made_by.get('vocab_size')} ids), data.tokenizer is "
+            f"{tokenizer.path} ({tokenizer.identity[:12]}..., {tokenizer.vocab_size} ids); "
+            "use the tokenizer of the shard or preprocess again"
+        )
