@@ -95,12 +95,12 @@ class ClippedAdamW:
     ) -> None:
         """One update in place. Ranks without tensors call it too: the mean may be a collective."""
         b1, b2 = self.betas
-        roots: Sequence[Tensor] = []
+        roots: list[Tensor] = []
         squares = torch.zeros(0)
         if parameters:
             decay(parameters, decayed, lr * self.weight_decay)
             update_moments(gradients, exp_avgs, exp_avg_sqs, self.betas)
-            roots = torch._foreach_sqrt(list(exp_avg_sqs))
+            roots = list(torch._foreach_sqrt(list(exp_avg_sqs)))
             torch._foreach_clamp_min_(roots, SMALLEST_ROOT)
             ratios = torch._foreach_div(list(gradients), roots)
             torch._foreach_mul_(ratios, ratios)
@@ -109,7 +109,7 @@ class ClippedAdamW:
         if not parameters:
             return
         scales = (means.sqrt().clamp(min=1.0) * (1 - b1**step) / math.sqrt(1 - b2**step)).unbind()
-        torch._foreach_mul_(roots, scales)
+        torch._foreach_mul_(roots, list(scales))
         torch._foreach_addcdiv_(list(parameters), list(exp_avgs), roots, value=-lr)
 
 

@@ -48,6 +48,11 @@ class Muon:
         momentum.lerp_(gradient, 1 - mu)
         return gradient.lerp(momentum, mu)
 
+    def second_moment_shape(self, full_shape: tuple[int, int]) -> tuple[int, int]:
+        """One value per row if rows >= columns, else one per column."""
+        rows, columns = full_shape
+        return (rows, 1) if rows >= columns else (1, columns)
+
     def direction(self, look_ahead: Tensor, second_moment: Tensor) -> Tensor:
         """Y [b, r, c] fp32 of whole matrices; `second_moment` is updated in place."""
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[self.dtype]
@@ -84,12 +89,6 @@ class Muon:
             values *= direction * values >= 0
             change.add_(values, alpha=rate * weight_decay)
         torch._foreach_sub_(list(parameters), list(change.unbind()))
-
-
-def second_moment_shape(full_shape: tuple[int, int]) -> tuple[int, int]:
-    """One value per row if rows >= columns, else one per column."""
-    rows, columns = full_shape
-    return (rows, 1) if rows >= columns else (1, columns)
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megaparcae.config.schema import OptimizerConfig
 from megaparcae.optim.adamw import AdamW, ClippedAdamW
 from megaparcae.optim.muon import Muon
-from megaparcae.optim.param_groups import ParameterRule, parameter_rule
+from megaparcae.optim.param_groups import ParameterRule, describe, parameter_rule
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class Recipe:
     def rule(self, name: str, full_shape: tuple[int, ...]) -> ParameterRule:
         """The update of one parameter; see `parameter_rule`."""
         return parameter_rule(name, full_shape, self.config.name)
+
+    def describe(self, parameters: Iterable[tuple[str, tuple[int, ...]]]) -> str:
+        """One line for the log about names and full shapes; see `param_groups.describe`."""
+        return describe((n, shape, self.rule(n, shape).kind) for n, shape in parameters)
 
 
 def make_recipe(config: OptimizerConfig) -> Recipe:

@@ -25,8 +25,8 @@ SEQUENCE_DIM = 1
 """Positions in [B, S, d]."""
 
 # torch 2.13 renamed both; older versions have the old names only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_reduce(
@@ -45,7 +45,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     if group is None:
         return x
     parts = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    _all_gather(parts, x.detach().contiguous(), group=group)
+    all_gather_single(parts, x.detach().contiguous(), group=group)
     dim = dim % x.ndim
     by_rank: Tensor = parts.unflatten(0, (group.size(), -1))  # [R, ...]
     return by_rank.movedim(0, dim).flatten(dim, dim + 1)
@@ -58,7 +58,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     _check_divisible(x, group, dim)
     parts = x.detach().unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     result = x.new_empty(parts.shape[1:])
-    _reduce_scatter(result, parts.flatten(0, 1), group=group)
+    reduce_scatter_single(result, parts.flatten(0, 1), group=group)
     return result
 
 

@@ -25,35 +25,38 @@ class ShardSpec:
     num_slices: int = 1
     """Equal slices along `dim` (tp, or 1 when dim is None)."""
     tp_partial: bool = False
-    """Each tensor-parallel rank computes a part of this full copy's gradient (sequence parallelism):
-    sum over tp before use."""
+    """Each tensor-parallel rank computes a part of this full copy's gradient (sequence
+    parallelism): sum over tp before use."""
+
+    rows: tuple[int, int] | None = None
+    """Begin and end along dimension 0 of the slice above; None is all of it. Optimizer states only:
+    a data-parallel rank may own some rows of a large table."""
 
     @property
     def offset(self) -> tuple[int, ...]:
         """Index of the first local element in the full tensor."""
-        if self.dim is None:
-            return (0,) * len(self.full_shape)
-        return tuple(
-            self.index * self.local_shape[i] if i == self.dim else 0
-            for i in range(len(self.full_shape))
-        )
+        first = [0] * len(self.full_shape)
+        if self.dim is not None:
+            first[self.dim] = self.index * (self.full_shape[self.dim] // self.num_slices)
+        if self.rows is not None:
+            first[0] += self.rows[0]
+        return tuple(first)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape on this rank."""
-        if self.dim is None:
-            return self.full_shape
-        return tuple(
-            size // self.num_slices if i == self.dim else size
-            for i, size in enumerate(self.full_shape)
-        )
+        shape = list(self.full_shape)
+        if self.dim is not None:
+            shape[self.dim] //= self.num_slices
+        if self.rows is not None:
+            shape[0] = self.rows[1] - self.rows[0]
+        return tuple(shape)
 
     def take(self, full: Tensor) -> Tensor:
         """The local slice (a view) of the full tensor."""
         assert tuple(full.shape) == self.full_shape, (self.name, tuple(full.shape), self.full_shape)
-        if self.dim is None:
-            return full
-        return full.chunk(self.num_slices, self.dim)[self.index]
+        local = full if self.dim is None else full.chunk(self.num_slices, self.dim)[self.index]
+        return local if self.rows is None else local[slice(*self.rows)]
 
 
 def set_spec(parameter: nn.Parameter, spec: ShardSpec) -> None:

@@ -7,7 +7,7 @@ import torch
 from golden_optimizer import meta, names, tensors
 from torch import Tensor
 
-from megaparcae.optim.muon import POLAR_EXPRESS, Muon, orthogonalize, second_moment_shape
+from megaparcae.optim.muon import POLAR_EXPRESS, Muon, orthogonalize
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -30,7 +30,7 @@ def run(dtype: str, schedule: list[tuple[float, float, float]]) -> dict[str, Ten
     for shape, members in by_shape(names("muon")).items():
         parameters = [tensors("init/")[n] for n in members]
         momentum = torch.zeros(len(members), *shape)
-        second = torch.zeros(len(members), *second_moment_shape(shape))
+        second = torch.zeros(len(members), *muon.second_moment_shape(shape))
         for step, (lr, mu, decay) in enumerate(schedule, 1):
             gradients = tensors(f"grad{step}/")
             ahead = muon.look_ahead(torch.stack([gradients[n] for n in members]), momentum, mu)
