@@ -33,9 +33,11 @@ def draw_figures(study: Study, folder: Path) -> dict[str, Path]:
     ]  # fmt: skip
     written = {}
     for title, name, available, draw in drawings:
+        path = folder / f"{name}.png"
+        path.unlink(missing_ok=True)  # an earlier report's figure must not pass for this one's
         if available:
-            written[title] = folder / f"{name}.png"
-            draw(study).savefig(written[title], dpi=130)
+            written[title] = path
+            draw(study).savefig(path, dpi=130)
     return written
 
 
@@ -99,7 +101,7 @@ def _contours(study: Study) -> Figure:
     assert study.training is not None
     figure, (axis,) = _figure(1)
     rows = study.runs.looped().at_training_depth()
-    mu = np.geomspace(rows.mu.min() / 1.08, rows.mu.max() * 1.08, 120)
+    mu = np.geomspace(rows.mu.min() / 1.08, rows.mu.max() * 1.08, 500)
     tokens = np.geomspace(rows.tokens.min() / 1.3, rows.tokens.max() * 1.3, 120)
     loss = _training_loss(study.training, study.isoflop.scale, mu[:, None], tokens[None])
     levels = np.unique(np.quantile(loss, np.linspace(0.03, 0.97, 12)))

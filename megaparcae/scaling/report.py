@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from megaparcae.errors import UserError
 from megaparcae.scaling.figures import draw_figures
 from megaparcae.scaling.fit import Fit
-from megaparcae.scaling.isoflop import IsoFlop, PowerLaw
+from megaparcae.scaling.isoflop import IsoFlop, Parabola, PowerLaw
 from megaparcae.scaling.laws import TEST_TIME_FORMS, UNIFIED_FORMS
 from megaparcae.scaling.runs import read_runs
 from megaparcae.scaling.study import Study, run_study
@@ -92,9 +93,9 @@ def as_dict(study: Study) -> dict[str, object]:
 
 
 def _law_dict(law: PowerLaw | None) -> dict[str, object] | None:
-    return law and {
-        "coefficient": law.coefficient, "exponent": law.exponent, "interval": law.interval,
-    }  # fmt: skip
+    if law is None:
+        return None
+    return {"coefficient": law.coefficient, "exponent": law.exponent, "interval": law.interval}
 
 
 def _fit_dict(fit: Fit) -> dict[str, object]:
@@ -119,12 +120,7 @@ def _head(study: Study) -> str:
 
 
 def _isoflop(isoflop: IsoFlop) -> str:
-    rows = [
-        (f"{p.budget:.3g}", f"{p.best_mu:.2f}", f"{isoflop.best_tokens(p):.3g}",
-         f"{float(p.predict(p.best_mu)):.4f}", p.status)
-        if p.status != "no minimum" else (f"{p.budget:.3g}", "-", "-", "-", p.status)
-        for p in isoflop.parabolas
-    ]  # fmt: skip
+    rows = [(f"{p.budget:.3g}", *_minimum(isoflop, p), p.status) for p in isoflop.parabolas]
     table = _table(("budget", "mu*", "D*", "loss", "minimum is"), rows)
     if isoflop.mu_law is None or isoflop.tokens_law is None:
         verdict = (
@@ -139,6 +135,21 @@ def _isoflop(isoflop: IsoFlop) -> str:
         if len(isoflop.usable) < 4:
             verdict += " So few budgets make this an indication, not a law."
     return f"## IsoFLOP\n\n{table}\n\n{verdict}"
+
+
+def _minimum(isoflop: IsoFlop, parabola: Parabola) -> tuple[str, str, str]:
+    """mu*, D* and loss as text; outside the measured mu only the side is known."""
+    match parabola.status:
+        case "inside":
+            best = parabola.best_mu
+            loss = float(parabola.predict(best))
+            return f"{best:.2f}", f"{isoflop.best_tokens(parabola):.3g}", f"{loss:.4f}"
+        case "outside" if parabola.best_mu < parabola.mu.min():
+            return f"below {parabola.mu.min():g}", "-", "-"
+        case "outside":
+            return f"above {parabola.mu.max():g}", "-", "-"
+        case _:
+            return "-", "-", "-"
 
 
 def _exponent(law: PowerLaw) -> str:
@@ -206,7 +217,7 @@ def _held_out(study: Study) -> str:
     )
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -61,11 +61,20 @@ def test_report_json_and_figures_are_written_and_the_fit_answers_questions(study
 
 def test_a_table_with_losses_at_one_depth_gives_what_it_can_and_says_what_is_missing(tmp_path):
     study = run_study(parabola_runs(0.4), num_restarts=20, num_draws=0)
+    (tmp_path / "held_out.png").write_text("of an earlier report")
     assert study.isoflop.mu_law is not None
     assert set(study.skipped) == {"training", "test_time", "unified"}
     report = write_report(study, tmp_path).read_text()
     assert "column params" in report and "Not fitted" in report
     assert study.predictor is None
+    assert not (tmp_path / "held_out.png").exists()
+
+
+def test_a_minimum_outside_the_measured_mu_is_given_as_a_side_not_as_a_number(tmp_path):
+    study = run_study(parabola_runs(0.6), num_restarts=5, num_draws=0)
+    report = write_report(study, tmp_path).read_text()
+    assert "| 1e+18 | below 2 | - | - | outside |" in report
+    assert "| 6.4e+19 | above 12 | - | - | outside |" in report
 
 
 def test_predicting_held_out_runs_without_a_law_is_refused():
