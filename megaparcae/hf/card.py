@@ -22,7 +22,7 @@ tags:
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(PATH, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(PATH)
+tokenizer = AutoTokenizer.from_pretrained(PATH, trust_remote_code=True)
 prompt = tokenizer("The", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50{example})[0]))
 ```

@@ -1,7 +1,8 @@
 """Any of our tokenizers as a fast tokenizer folder: sentencepiece models and tokenizer.json files.
 
 The exported tokenizer encodes exactly as the one that wrote the shards: no token is added by
-itself. Where sentencepiece's own algorithm and the fast one would differ, the export is refused.
+itself, and text never yields a special id ("<s>" in a document is three characters). Where
+sentencepiece's own algorithm and the fast one would differ, the export is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tokenizers import (
     decoders,
     models,
     normalizers,
+    processors,
 )
 
 from megaparcae.errors import UserError
@@ -24,9 +26,10 @@ from megaparcae.errors import UserError
 SPACE = "\u2581"
 """Sentencepiece's visible space."""
 
-BOS_NAMES = ("<s>", "<|bos|>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]")
-EOS_NAMES = ("</s>", "<|endoftext|>", "<|eos|>", "<eos>", "<|end_of_text|>", "<eod>", "<|eod|>")
-PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<|padding|>")
+BOS_NAMES = ("<|bos|>", "<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>")
+EOS_NAMES = ("<|eos|>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eod|>", "<eod>")
+PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]")
+"""Special tokens by usual name, in the order in which data preparation looks for them."""
 
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -62,23 +65,23 @@ def export_tokenizer(source: str | Path, folder: Path, max_length: int) -> Token
         tokenizer = from_sentencepiece(path)
         check_same_ids(path, tokenizer)
         specials = _sentencepiece_specials(path)
-        literal = True
         (folder / "tokenizer.model").write_bytes(path.read_bytes())
     else:
         tokenizer = Tokenizer.from_file(str(path))
         specials = _json_specials(path, tokenizer)
-        literal = False
     specials.setdefault("pad_token", specials.get("eos_token"))
     specials = {name: token for name, token in specials.items() if token is not None}
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    if tokenizer.encode("").ids:  # it would add BOS or the like
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
-        "split_special_tokens": literal,
+        "split_special_tokens": True,
         **specials,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -95,7 +98,8 @@ def tokenizer_file(source: Path) -> Path:
     """The .model or tokenizer.json file that a path or folder means."""
     if source.is_file():
         return source
-    candidates = [source / "tokenizer.json", source / "tokenizer.model", *source.glob("*.model")]
+    models = sorted(source.glob("*.model"))
+    candidates = [source / "tokenizer.model", source / "tokenizer.json", *models]
     for path in candidates:
         if path.is_file():
             return path
