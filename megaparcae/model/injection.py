@@ -1,7 +1,8 @@
 """How the prelude's output e enters every loop.
 
-An injection runs once per micro-batch and gives a `Drive`: all that does not depend on the loop
-index. `Drive.inject` is what is left for each loop.
+An injection runs once per micro-batch and gives the parts of a `Drive`: all that does not depend on
+the loop index. `Drive.inject` is what is left for each loop. The parts are a plain tuple, since
+ZeRO-3 finds out where a module's backward pass begins from the tensors that it returns.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from megaparcae.config.schema import ModelConfig
 
 # B rows, S positions, d width
+
+DriveParts = tuple[Tensor, Tensor | None, Tensor | None]
+"""Fields of a `Drive`."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,9 @@ class DiagonalInjection(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(width))
         self.B = nn.Parameter(torch.empty(width, input_width or width))
 
-    def forward(self, e: Tensor) -> Drive:
+    def forward(self, e: Tensor) -> DriveParts:
         step = F.softplus(self.dt_bias)
-        return Drive(step * F.linear(e, self.B), decay=torch.exp(-step * torch.exp(self.A_log)))
+        return step * F.linear(e, self.B), torch.exp(-step * torch.exp(self.A_log)), None
 
 
 class LinearInjection(nn.Module):
@@ -67,17 +71,17 @@ class LinearInjection(nn.Module):
         self.width = width
         self.weight = nn.Parameter(torch.empty(width, width + (input_width or width)))
 
-    def forward(self, e: Tensor) -> Drive:
+    def forward(self, e: Tensor) -> DriveParts:
         of_state, of_input = self.weight.split([self.width, self.weight.shape[1] - self.width], 1)
         # A copy of its own: sharded weights may be gone by the time the loop runs.
-        return Drive(F.linear(e, of_input), weight=of_state.contiguous())
+        return F.linear(e, of_input), None, of_state.contiguous()
 
 
 class AdditiveInjection(nn.Module):
     """u = h + e"""
 
-    def forward(self, e: Tensor) -> Drive:
-        return Drive(e)
+    def forward(self, e: Tensor) -> DriveParts:
+        return e, None, None
 
 
 Injection = DiagonalInjection | LinearInjection | AdditiveInjection

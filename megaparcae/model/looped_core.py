@@ -20,7 +20,6 @@ class LoopInputs:
     """What all loops of a micro-batch share; computed once."""
 
     plan: LoopPlan
-    drive: Drive
     context: AttentionContext
     value_rows: tuple[Tensor | None, ...]
     """Value-embedding rows [B, S, G hd] of each core layer."""
@@ -28,7 +27,7 @@ class LoopInputs:
     def detached(self) -> LoopInputs:
         """For the loops without gradient."""
         rows = tuple(None if rows is None else rows.detach() for rows in self.value_rows)
-        return replace(self, drive=self.drive.detached(), value_rows=rows)
+        return replace(self, value_rows=rows)
 
 
 class LoopedCore(nn.ModuleDict):
@@ -39,32 +38,51 @@ class LoopedCore(nn.ModuleDict):
         self.recompute = "none"
         self.work = work
 
-    def forward(self, h: Tensor, inputs: LoopInputs, share: tuple[float, float]) -> Tensor:
-        """State [B, S, d] after this share: first the loops without gradient, then those with."""
+    def forward(
+        self,
+        h: Tensor,
+        *drive_parts: Tensor | None,
+        inputs: LoopInputs,
+        share: tuple[float, float],
+    ) -> Tensor:
+        """State [B, S, d] after this share: first the loops without gradient, then those with.
+
+        The drive comes as bare tensors: ZeRO-3 gives the weights up again once the gradients of a
+        module's tensor arguments are known, and the drive's are known last of all.
+        """
+        drive = Drive(*drive_parts)  # type: ignore[arg-type]
         plan, layers = inputs.plan, len(self)
         begin, end = (plan.cut(fraction, layers) for fraction in share)
         units = plan.no_grad_units(begin, end, layers)
         if units[0] < units[1]:
             with torch.no_grad():
-                h = self.run_units(h.detach(), plan.no_grad, units, inputs.detached())
+                h = self.run_units(
+                    h.detach(), plan.no_grad, units, drive.detached(), inputs.detached()
+                )
             # Autocast caches cast weights; those cached here would carry no gradient.
             torch.clear_autocast_cache()
-        return self.run_units(h, plan.grad, plan.grad_units(begin, end, layers), inputs)
+        units = plan.grad_units(begin, end, layers)
+        return self.run_units(h, plan.grad, units, drive, inputs)
 
     def run_units(
-        self, h: Tensor, rows: tuple[int, ...], units: tuple[int, int], inputs: LoopInputs
+        self,
+        h: Tensor,
+        rows: tuple[int, ...],
+        units: tuple[int, int],
+        drive: Drive,
+        inputs: LoopInputs,
     ) -> Tensor:
         """Units [begin, end) of one phase."""
 
         def run(h: Tensor, layers: range) -> Tensor:
-            return checkpointed(self.recompute == "loop", self.run_loop, h, layers, inputs)
+            return checkpointed(self.recompute == "loop", self.run_loop, h, layers, drive, inputs)
 
         return run_phase(h, rows, *units, len(self), run)
 
-    def run_loop(self, h: Tensor, layers: range, inputs: LoopInputs) -> Tensor:
+    def run_loop(self, h: Tensor, layers: range, drive: Drive, inputs: LoopInputs) -> Tensor:
         """One loop, or a stage's piece of it, for the first len(h) rows."""
         if layers.start == 0:
-            h = inputs.drive.inject(h)
+            h = drive.inject(h)
         context = inputs.context.rows(len(h))
         for i in layers:
             table = inputs.value_rows[i]

@@ -59,8 +59,8 @@ class LoopedLM(LanguageModel):
             h, e = self.enter_loop(x, batch) if part.begins_loop else x.chunk(2, dim=-1)
             assert batch.plan is not None
             rows = self.core_value_rows(batch.ids)
-            inputs = LoopInputs(batch.plan, self.injection(e), context, rows)
-            h = self.core(h, inputs, part.loop)
+            inputs = LoopInputs(batch.plan, context, rows)
+            h = self.core(h, *self.injection(e), inputs=inputs, share=part.loop)
             if not part.ends_loop:
                 return torch.cat([h, e], dim=-1)
             x = self.leave_loop(h)

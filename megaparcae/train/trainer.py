@@ -91,6 +91,7 @@ class Trainer:
         skipped = not (math.isfinite(loss) and math.isfinite(norm))
         self.guard.note(skipped, step + 1)
         return {
+            "kind": "step",
             "step": step + 1,
             "loss": loss,
             "grad_norm": norm,
@@ -115,7 +116,7 @@ class Trainer:
             return
         losses = validation_losses(self.run, self.batches)
         for sink in self.sinks:
-            sink.write({"step": step, "validation": losses})
+            sink.write({"kind": "validation", "step": step, "loss": losses})
         shown = "  ".join(f"T={name} {loss:.4f}" for name, loss in losses.items())
         logger.info("validation after step %d: %s", step, shown)
         self.clock.skip()
@@ -124,7 +125,7 @@ class Trainer:
         """Write a checkpoint; all ranks together."""
         path = self.checkpoints.save(step, self.run.engine)
         for sink in self.sinks:
-            sink.write({"step": step, "event": "checkpoint", "path": str(path)})
+            sink.write({"kind": "checkpoint", "step": step, "path": str(path)})
         logger.info("saved %s", path)
         self.clock.skip()
 
