@@ -7,6 +7,7 @@ of a tied parameter have the same owner and the same neighbours on all its stage
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -18,8 +19,8 @@ from megaparcae.parallel.shard import ShardSpec
 ALIGNMENT = 32
 """Elements: where a run of pieces begins, for vector loads and collectives."""
 
-PIECES_PER_RANK = 4
-"""An AdamW tensor is cut when it is larger than this fraction of a rank's share."""
+TOLERANCE = 1.05
+"""Tables are cut no finer than it takes to keep the fullest rank below this much of its share."""
 
 SUMMED, AVERAGED, SLICED = range(3)
 """What tensor parallelism asks of a gradient: the sum of partial copies, one of equal copies (taken
@@ -105,16 +106,16 @@ def plan_ownership(stages: Sequence[Sequence[Item]], stage: int, num_ranks: int)
     memory is left. A tied parameter goes where the fullest of its stages has most room.
     """
     items = {item.spec.name: item for stage_items in stages for item in stage_items}
-    share = max(_numel_of(stage_items) for stage_items in stages) // num_ranks
-    cut = [
-        part
-        for item in items.values()
-        for part in _cut(item, limit=max(1, share // PIECES_PER_RANK), num_ranks=num_ranks)
-    ]
-    owners = _assign(cut, num_stages=len(stages), num_ranks=num_ranks)
+    share = max(_numel_of(stage_items) for stage_items in stages) / num_ranks
+    for pieces_per_rank in (0, 1, 2, 4, 8, 16, 32):  # a table that stays whole has its gradient in place
+        limit = share / pieces_per_rank if pieces_per_rank else math.inf
+        parts = [part for item in items.values() for part in _cut(item, limit=max(1, limit))]
+        owners, fullest = _assign(parts, num_stages=len(stages), num_ranks=num_ranks)
+        if fullest <= TOLERANCE * share:
+            break
     here = [
         Piece(item.spec, item.kind, item.decayed, owner, 0)
-        for item, owner in zip(cut, owners, strict=True)
+        for item, owner in zip(parts, owners, strict=True)
         if stage in item.spec.stages
     ]
     return _lay_out(here, num_ranks)
@@ -124,18 +125,21 @@ def _numel_of(items: Sequence[Item]) -> int:
     return sum(prod(item.spec.local_shape) for item in items)
 
 
-def _cut(item: Item, *, limit: int, num_ranks: int) -> list[Item]:
+def _cut(item: Item, *, limit: float) -> list[Item]:
     """The item, or its rows in equal parts of about `limit` elements."""
     shape = item.spec.local_shape
-    if num_ranks == 1 or item.kind == "muon" or prod(shape) <= limit:
+    if item.kind == "muon" or prod(shape) <= limit:
         return [item]
-    count = min(shape[0], -(-prod(shape) // limit))
+    count = min(shape[0], math.ceil(prod(shape) / limit))
     borders = [shape[0] * i // count for i in range(count + 1)]
     return [replace(item, spec=replace(item.spec, rows=rows)) for rows in pairwise(borders)]
 
 
-def _assign(items: Sequence[Item], *, num_stages: int, num_ranks: int) -> list[int]:
-    """The owner of each item: matrices first, tied ones first, the largest first."""
+def _assign(items: Sequence[Item], *, num_stages: int, num_ranks: int) -> tuple[list[int], int]:
+    """The owner of each item, and the elements of the fullest rank of all stages.
+
+    Matrices come first, of equals the tied ones, then the largest.
+    """
     loads = [[0] * num_ranks for _ in range(num_stages)]
     owners = [0] * len(items)
     for kind in ("muon", "adamw"):
@@ -150,7 +154,7 @@ def _assign(items: Sequence[Item], *, num_stages: int, num_ranks: int) -> list[i
                 costs[s][owner] += weights[i]
                 if costs is not loads:
                     loads[s][owner] += prod(spec.local_shape)
-    return owners
+    return owners, max(max(load) for load in loads)
 
 
 def _weight(item: Item) -> int:
