@@ -15,11 +15,11 @@ INITIAL_DECAY = math.sqrt(1 / 5)
 
 
 def initial_value(config: ModelConfig, *, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The full tensor `name` at step 0, fp32 on the CPU (formulas: paper, appendix P and Table 18)."""
+    """The full tensor `name` at step 0, fp32 on the CPU (paper, appendix P and table 18)."""
     digest = hashlib.blake2b(f"{seed}/init/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     std = math.sqrt(2 / (5 * config.hidden_size))
-    value = torch.empty(shape)
+    value = torch.empty(shape, dtype=torch.float32, device="cpu")
     match name.rsplit(".", 2)[-2:]:
         case [_, "A_log"] | [_, "q_bias"] | [_, "k_bias"]:
             return value.zero_()
@@ -80,7 +80,7 @@ def _truncated_normal(value: Tensor, std: float, generator: torch.Generator) -> 
 
 
 def _semi_orthogonal(value: Tensor, rms: float, generator: torch.Generator) -> Tensor:
-    """All singular values rms * sqrt(max(rows, columns)), so that the entries have exactly that rms."""
+    """All singular values are rms * sqrt(max(rows, columns)), so the entries have exactly that rms."""
     nn.init.trunc_normal_(value, 0.0, 1.0, -2.0, 2.0, generator=generator)
     rows, columns = value.shape
     tall = value if rows >= columns else value.T
