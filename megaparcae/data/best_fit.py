@@ -1,13 +1,13 @@
 """Best-fit packing: every row is S + 1 tokens of whole documents where possible, without padding.
 
 A piece (a document or what is left of one) takes its tokens and a BOS in front. A row takes the
-longest piece of the pool that fits, again and again. When none fits, the shortest is cropped to fill
-the row; its tail ("reuse") waits in the pool of the next round, or is dropped. A gap of one token
-takes a lone BOS. A round ends when its pool can fill no further row; what is left, the tails and the
-next BUFFER_DOCUMENTS documents are the pool of the next one.
+longest piece of the pool that fits, again and again. When none fits, the shortest is cropped to
+fill the row; its tail waits in the pool of the next round ("reuse") or is dropped. A gap of one
+token takes a lone BOS. A round ends when its pool can fill no further row; what is left, the tails
+and the next BUFFER_DOCUMENTS documents are the pool of the next one.
 
-Pieces of equal size are interchangeable, so a round is planned by size: the same composition repeats
-until one of its sizes is used up, and the cost of planning depends on S, not on the documents.
+Pieces of equal size are interchangeable, so a round is planned by size: the same composition
+repeats until one of its sizes is used up; planning costs by S, not by the number of documents.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ class Counts:
 
 @dataclass
 class Plan:
-    """Compositions of rows by size. Pattern p is repeated `repeats[p]` times; entry e of pattern
-    `patterns[e]` takes `copies[e]` pieces a row from place `firsts[e]` of the pool sorted by size,
-    and `crops[e]` tokens of each (0: all)."""
+    """Compositions of rows by size. Pattern p is repeated `repeats[p]` times and ends with a lone
+    BOS if `lone_bos[p]`. Its entries e are those with `patterns[e]` = p: `copies[e]` pieces a row,
+    from place `firsts[e]` on of the pool sorted by size, `crops[e]` tokens of each (0: all)."""
 
     repeats: list[int] = field(default_factory=list)
+    lone_bos: list[bool] = field(default_factory=list)
     patterns: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     copies: list[int] = field(default_factory=list)
@@ -176,6 +177,7 @@ def plan_rows(counts: list[int], capacity: int) -> Plan:
             firsts[size] += copies * repeats
             counts[size] -= copies * repeats
         plan.repeats.append(repeats)
+        plan.lone_bos.append(gap == 1)
         for size in needs:
             if not counts[size]:
                 available ^= 1 << size
@@ -214,10 +216,11 @@ def _carry_out(
     """(pool index of every piece used, tokens it is cropped to or 0, the rows) of a plan."""
     repeats, patterns = np.array(plan.repeats, np.int64), np.array(plan.patterns, np.int64)
     copies, crops = np.array(plan.copies, np.int64), np.array(plan.crops, np.int64)
-    width = np.bincount(patterns, copies, minlength=len(repeats)).astype(np.int64)  # pieces a row
+    per_row = np.bincount(patterns, copies, minlength=len(repeats))
+    filled = per_row.astype(np.int64)  # pieces of a row
+    column = np.cumsum(copies) - copies - (np.cumsum(filled) - filled)[patterns]
+    width = filled + np.array(plan.lone_bos, np.int64)  # a lone BOS is a piece without tokens
     pattern_base = np.cumsum(width * repeats) - width * repeats
-    entry_end = np.cumsum(copies)
-    column = entry_end - copies - (np.cumsum(width) - width)[patterns]
     num_used = copies * repeats[patterns]
     entry = np.repeat(np.arange(len(copies)), num_used)
     nth = np.arange(len(entry)) - np.repeat(np.cumsum(num_used) - num_used, num_used)
@@ -225,8 +228,8 @@ def _carry_out(
     row, copy = np.divmod(nth, copies[entry])
     target = (pattern_base[patterns] + column)[entry] + row * width[patterns][entry] + copy
     crop = crops[entry]
-    starts = np.empty(len(entry), np.int64)
-    lengths = np.empty(len(entry), np.int32)
+    starts = np.zeros(int((width * repeats).sum()), np.int64)
+    lengths = np.zeros(len(starts), np.int32)
     starts[target] = pool.starts[sources]
     lengths[target] = np.where(crop, crop, pool.lengths[sources])
     return sources, crop, (starts, lengths, np.repeat(width, repeats))

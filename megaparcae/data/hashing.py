@@ -1,8 +1,9 @@
-"""Randomness as a pure function: (seed, purpose, numbers) -> 64 uniform bits, the same everywhere."""
+"""Randomness as a pure function: (seed, purpose, numbers) -> 64 bits, the same everywhere."""
 
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import numpy as np
 
@@ -29,11 +30,16 @@ def hash_u64(seed: int, purpose: str, *numbers: Numbers) -> np.ndarray:
 
     Every number is taken modulo 2^64, so negative seeds are seeds like any other.
     """
-    digest = hashlib.blake2b(purpose.encode(), digest_size=8).digest()
-    state = mix64(_as_u64(seed) ^ np.frombuffer(digest, "<u8"))
+    state = _start(seed, purpose)
     for number in numbers:
         state = mix64(state ^ mix64(_as_u64(number)))
     return state if any(np.ndim(number) for number in numbers) else state[0]
+
+
+@lru_cache
+def _start(seed: int, purpose: str) -> np.ndarray:
+    digest = hashlib.blake2b(purpose.encode(), digest_size=8).digest()
+    return mix64(_as_u64(seed) ^ np.frombuffer(digest, "<u8"))
 
 
 def _as_u64(number: Numbers) -> np.ndarray:

@@ -1,10 +1,10 @@
 """Packing indices on disk: built once for everything they depend on, then memory-mapped.
 
 An index is a folder `{shard}.index-{key}` beside the shard, in data.cache_dir, or in the machine's
-temporary folder when the shard's own cannot be written. The key covers the shard's files (size, time
-of change, fingerprint), packing, sequence length, split and tokenizer: what was built for other data
-or settings is never used. A folder gets its name when it is complete, so builders that don't see
-each other's lock (local disks, file systems without locks) do double work but no harm.
+temporary folder when the shard's own cannot be written. The key covers the shard's files (size,
+time of change, fingerprint), packing, sequence length, split and tokenizer: what was built for
+other data or settings is never used. A folder gets its name when it is complete, so builders that
+don't see each other's lock (local disks, file systems without locks) do double work but no harm.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class IndexSpec:
     tokenizer: str | None = None
 
     def key(self, shard: IndexedDataset) -> dict[str, str]:
-        """Everything the index depends on, in words; a cached index with another key is not ours."""
+        """Everything the index depends on, in words."""
         key = {
             "version": str(PACKING_VERSION),
             "packing": self.packing,
@@ -80,7 +80,7 @@ class IndexSpec:
 def cached_index(
     shard: IndexedDataset, spec: IndexSpec, cache_dir: str | None = None
 ) -> tuple[RowIndex, Counts]:
-    """The index of a shard, built unless it is there already; waits while another process builds it.
+    """The index of a shard, built unless it is there; waits while another process builds it.
 
     Raises UserError when an explicit cache_dir cannot be written.
     """
@@ -95,8 +95,8 @@ def cached_index(
         if cache_dir is None:
             logger.warning("%s cannot be written: its packing index goes to another place", base)
     raise UserError(
-        f"data.cache_dir={cache_dir}: cannot write there; choose a folder you may write to, or leave "
-        "it null to keep packing indices beside the shards"
+        f"data.cache_dir={cache_dir}: cannot write there; choose a folder you may write to, or "
+        "leave it null to keep packing indices beside the shards"
         if cache_dir is not None
         else f"no folder for the packing index of {shard.prefix} can be written; set data.cache_dir"
     )
@@ -207,8 +207,8 @@ def _load(folder: Path, spec: IndexSpec) -> tuple[RowIndex, Counts] | None:
         arrays: Arrays = {}
         for name, length in meta["lengths"].items():
             path = folder / f"{name}.npy"
-            mode = "r" if path.stat().st_size >= MMAP_FROM_BYTES else None
-            arrays[name] = np.asarray(np.load(path, mmap_mode=mode))
+            mapped = path.stat().st_size >= MMAP_FROM_BYTES
+            arrays[name] = np.asarray(np.load(path, mmap_mode="r" if mapped else None))
             if len(arrays[name]) != length:
                 return None
         return open_index(spec.packing, arrays, spec.sequence_length), Counts(**meta["counts"])

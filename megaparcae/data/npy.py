@@ -18,7 +18,7 @@ class NpyAppender:
 
     def append(self, block: np.ndarray) -> None:
         """Add a block, converted to the file's dtype."""
-        self._file.write(memoryview(np.ascontiguousarray(block, self.dtype)).cast("B"))
+        self._file.write(np.ascontiguousarray(block, self.dtype).data)
         self.length += len(block)
 
     def close(self) -> int:

@@ -1,11 +1,11 @@
 """How documents become rows of S + 1 tokens: the two packings and the index each of them keeps.
 
-concatenate: the documents, in the shard's order, are one stream of tokens; row k is the S + 1 tokens
-from S k on. S of them are inputs, each with the next one as its label, so neighbouring rows share
-exactly one token (the last label of one is the first input of the next). Long documents continue in
-the next row; the tokens after the last full row are left out. Nothing is added to the stream.
+concatenate: the documents, in the shard's order, are one stream of tokens; row k is the S + 1
+tokens from S k on. S of them are inputs, each with the next one as its label, so neighbouring rows
+share exactly one token (the last label of one is the first input of the next). Long documents
+continue in the next row; the tokens after the last full row are left out. Nothing is added.
 
-best_fit: every row is made of whole documents where possible, each with a BOS in front (best_fit.py).
+best_fit: a row is made of whole documents where possible, each with a BOS in front (best_fit.py).
 
 Rows are read in an order drawn anew every epoch, so neither packing shuffles documents.
 """

@@ -1,58 +1,62 @@
 """A keyed permutation of [0, n) without an array: any element at any time, the same everywhere.
 
-A Feistel network permutes [0, 2^bits) with 2^bits >= n; where it leads outside [0, n) it is applied
-again until it comes back (cycle walking, Black and Rogaway 2002), less than twice on average.
+x = left * b + right with left in [0, a), right in [0, b) and a b just above n. Adding to each half,
+in turn, a hash of the other (a Feistel network with sums instead of xor, Black and Rogaway 2002)
+permutes [0, a b); the few values that leave [0, n) go through it again until they come back.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from megaparcae.data.hashing import hash_u64, mix64
+from megaparcae.data.hashing import hash_u64
 
-NUM_ROUNDS = 6  # even, so that the two halves end where they began
-MIN_BITS = 6  # tiny domains mix badly and cost nothing to walk through
+NUM_ROUNDS = 4  # even; from four on a Feistel network passes for a random permutation
+_SHIFT = np.uint64(32)
+_MULTIPLIER_1 = np.uint64(0xFF51AFD7ED558CCD)
+_MULTIPLIER_2 = np.uint64(0xC4CEB9FE1A85EC53)
 
 
-def permute(
-    positions: np.ndarray, sizes: int | np.ndarray, keys: np.ndarray | np.uint64
-) -> np.ndarray:
+def permute(positions: np.ndarray, sizes: int | np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Image of every position under the permutation of [0, size) that its key names.
 
-    positions int64 in [0, size); sizes and keys (uint64) broadcast to them. Returns int64.
+    positions int64 [n] in [0, size); sizes (int64) and keys (uint64) are scalars or [n].
+    Returns int64 [n].
     """
     positions = np.asarray(positions, np.int64)
-    sizes = np.broadcast_to(np.asarray(sizes, np.int64), positions.shape)
-    keys = np.broadcast_to(np.asarray(keys, np.uint64), positions.shape)
-    bits = num_bits(sizes)
-    image = _feistel(positions.astype(np.uint64), bits, keys).astype(np.int64)
+    keys = np.atleast_1d(keys)
+    image: np.ndarray = _rounds(positions, sizes, keys)
     outside = np.flatnonzero(image >= sizes)
     while len(outside):
-        walked = _feistel(image[outside].astype(np.uint64), bits[outside], keys[outside])
-        image[outside] = walked.astype(np.int64)
-        outside = outside[image[outside] >= sizes[outside]]
+        own_sizes = sizes[outside] if isinstance(sizes, np.ndarray) else sizes
+        own_keys = keys[outside] if len(keys) > 1 else keys
+        image[outside] = _rounds(image[outside], own_sizes, own_keys)
+        outside = outside[image[outside] >= own_sizes]
     return image
 
 
-def num_bits(sizes: np.ndarray) -> np.ndarray:
-    """Bits of the domain around [0, size), uint64; sizes below 2^53 get the least that will do."""
-    _, exponents = np.frexp((sizes - 1).astype(np.float64))
-    return np.maximum(exponents, MIN_BITS).astype(np.uint64)
-
-
 def order_key(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
-    """Key of the order in which the samples of (for example) a set and an epoch are drawn."""
+    """Key of the order in which the samples of an epoch (and a set) are drawn."""
     return hash_u64(seed, "sample order", *numbers)
 
 
-def _feistel(values: np.ndarray, bits: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """NUM_ROUNDS of (left, right) -> (right, left xor F(right)); halves of bits//2 and the rest."""
-    widths = (bits - bits // np.uint64(2), bits // np.uint64(2))  # right, left
-    right_mask = (np.uint64(1) << widths[0]) - np.uint64(1)
-    left, right = values >> widths[0], values & right_mask
-    for round_number in range(NUM_ROUNDS):
-        # `left` has its own width in even rounds and the right's in odd ones.
-        width = widths[1] if round_number % 2 == 0 else widths[0]
-        noise = mix64(right ^ (keys + np.uint64(round_number << 56)))
-        left, right = right, left ^ (noise >> (np.uint64(64) - width))
-    return (left << widths[0]) | right
+def _rounds(values: np.ndarray, sizes: int | np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """NUM_ROUNDS over [0, a b), a = ceil(sqrt(n)), b = ceil(n / a)."""
+    a = np.ceil(np.sqrt(np.asarray(sizes, np.float64))).astype(np.int64)
+    b = -(-np.asarray(sizes, np.int64) // a)
+    a, b = a.astype(np.uint64), b.astype(np.uint64)
+    left, right = np.divmod(values.astype(np.uint64), b)
+    for round_number in range(0, NUM_ROUNDS, 2):
+        left = (left + _noise(right, keys + np.uint64(round_number << 56))) % a
+        right = (right + _noise(left, keys + np.uint64(round_number + 1 << 56))) % b
+    image: np.ndarray = (left * b + right).astype(np.int64)
+    return image
+
+
+def _noise(half: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """32 bits of a hash of (half, key): MurmurHash3's finaliser without its last steps."""
+    mixed: np.ndarray = (half ^ keys) * _MULTIPLIER_1
+    mixed ^= mixed >> _SHIFT
+    mixed *= _MULTIPLIER_2
+    mixed >>= _SHIFT
+    return mixed

@@ -17,7 +17,7 @@ HASH_BLOCK = 1 << 15
 
 @dataclass(frozen=True)
 class DocumentSplit:
-    """Document i is held out when hash(seed, i) < fraction: it stays where it is as a shard grows."""
+    """Document i is held out when hash(seed, i) < fraction, so it stays there as a shard grows."""
 
     part: Literal["all", "train", "validation"] = "all"
     fraction: float = 0.0

@@ -1,4 +1,4 @@
-"""Shards for tests: written byte by byte, so that reader and writer are not tested with each other."""
+"""Shards for tests, written byte by byte: not by the writer that belongs to the reader."""
 
 from __future__ import annotations
 
