@@ -35,7 +35,7 @@ class AttentionContext:
 def attention_context(
     config: ModelConfig, sequence_length: int, device: torch.device, documents: Tensor | None
 ) -> AttentionContext:
-    """Positions and mask of a micro-batch; `documents` [B, S] numbers the document of each token."""
+    """Positions and mask of a micro-batch; `documents` [B, S] numbers each token's document."""
     positions = torch.arange(sequence_length, device=device)
     if documents is None:
         return AttentionContext(rope_table(positions, config.head_dim, config.rope_theta))

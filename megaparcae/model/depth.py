@@ -1,7 +1,7 @@
 """Loop depths and start states as pure functions of (seed, step, sample id).
 
 Nothing here depends on a rank, on the micro-batch or on what was drawn before, so every layout and
-every resume sees the same draws (paper, appendix O; measured distributions of each sampler in tests).
+every resume sees the same draws (paper, appendix O).
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _truncated_normal(value: Tensor, std: float, generator: torch.Generator) -> 
 
 
 def _semi_orthogonal(value: Tensor, rms: float, generator: torch.Generator) -> Tensor:
-    """All singular values are rms * sqrt(max(rows, columns)), so the entries have exactly that rms."""
+    """All singular values are rms * sqrt(max(rows, columns)), so entries have exactly that rms."""
     nn.init.trunc_normal_(value, 0.0, 1.0, -2.0, 2.0, generator=generator)
     rows, columns = value.shape
     tall = value if rows >= columns else value.T

@@ -11,7 +11,7 @@ from megaparcae.model.language_model import LanguageModel, keep_layers
 
 
 class Transformer(LanguageModel):
-    """A decoder-only Transformer of `model.num_layers` blocks; a `Part` calls its layers prelude."""
+    """Decoder-only Transformer of `model.num_layers` blocks; a `Part` calls its layers prelude."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -20,7 +20,7 @@ class Transformer(LanguageModel):
     def forward(
         self, batch: Batch, part: Part | None = None, carry: Tensor | None = None
     ) -> Tensor:
-        """Logits [B, S, V], the summed loss when `batch.labels` are given, or the residual stream."""
+        """Logits [B, S, V], the summed loss when labels are given, or the residual stream."""
         part = part or whole(self.config)
         context = self.context(batch)
         x = self.embed(batch.ids) if part.embedding else carry

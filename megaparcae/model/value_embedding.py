@@ -8,7 +8,7 @@ from megaparcae.config.schema import ModelConfig
 
 
 class ValueEmbeddings(nn.ModuleDict):
-    """Tables [V, G hd] under the number of the stored layer (prelude, core, coda) they belong to."""
+    """Tables [V, G hd] under the number of their stored layer (prelude, core, coda)."""
 
     def __init__(self, config: ModelConfig) -> None:
         width = config.kv_heads * config.head_dim
