@@ -63,8 +63,8 @@ def main() -> None:
     tokenizer = load_tokenizer(args.tokenizer_model)
     if not str(tokenizer.path).endswith(TYPES[args.tokenizer_type]):
         raise UserError(
-            f"--tokenizer-type {args.tokenizer_type} does not fit {tokenizer.path}; leave the type out "
-            "or give the other file"
+            f"--tokenizer-type {args.tokenizer_type} does not fit {tokenizer.path}; leave the type "
+            "out or give the other file"
         )
     settings = PartSettings(
         tuple(args.json_keys),
@@ -73,7 +73,9 @@ def main() -> None:
         args.on_error == "skip",
         args.dtype,
     )
-    separator = args.separator.encode().decode("unicode_escape") if args.separator else None
+    separator = args.separator
+    if separator:
+        separator = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
     options = PreprocessOptions(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,

@@ -17,7 +17,8 @@ def write_summary(
         bytes_per_token = total.bytes / max(total.tokens, 1)
         out.write(
             f"{key}: {total.documents:,} documents, {total.empty:,} empty, "
-            f"{total.tokens:,} tokens, {total.bytes / 1e6:,.2f} MB of text, {bytes_per_token:.3f} bytes/token\n"
+            f"{total.tokens:,} tokens, "
+            f"{total.bytes / 1e6:,.2f} MB of text, {bytes_per_token:.3f} bytes/token\n"
             f"  -> {prefix}.bin .idx .json\n"
         )
     if summary.problems_file:

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megaparcae.data.indexed import IndexedDataset, ShardError
 from megaparcae.data.tokenizer import Tokenizer
-from megaparcae.log import logger
 
 TOOL = "megaparcae preprocess 1"
 LISTED_SOURCES = 1000
@@ -52,11 +50,11 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, int | str | None]:
     """Identity of a tokenizer."""
     return {
         "kind": tokenizer.kind,
-        "file": tokenizer.path.name,
-        "sha256": tokenizer.identity,
+        "path": str(tokenizer.path),
+        "identity": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,
-        "eod_id": tokenizer.eod_id,
+        "eos_id": tokenizer.eos_id,
     }
 
 
@@ -85,21 +83,3 @@ def build_sidecar(
         "num_sources": len(records),
         "sources": records[:LISTED_SOURCES],
     }
-
-
-def require_same_tokenizer(shard: IndexedDataset, tokenizer: Tokenizer) -> None:
-    """Refuse a shard that another tokenizer made; one without a sidecar is used with a warning."""
-    if shard.sidecar is None:
-        logger.warning(
-            f"shard {shard.prefix} has no sidecar: it cannot be checked that tokenizer "
-            f"{tokenizer.path} made it"
-        )
-        return
-    made_by = shard.sidecar.get("tokenizer") or {}
-    if made_by.get("sha256") not in (None, tokenizer.identity):
-        raise ShardError(
-            f"shard {shard.prefix} was made with tokenizer {made_by.get('file')} (sha256 "
-            f"{made_by['sha256'][:12]}..., {made_by.get('vocab_size')} ids), data.tokenizer is "
-            f"{tokenizer.path} ({tokenizer.identity[:12]}..., {tokenizer.vocab_size} ids); "
-            "use the tokenizer of the shard or preprocess again"
-        )
