@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megaparcae.config.load import load_config
 from megaparcae.config.schema import RunConfig
@@ -94,7 +96,7 @@ def read_model_tensors(folder: str | Path) -> LazyTensors:
         entry = stored[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         try:
-            _quietly(dcp.load, {PREFIX + name: tensor}, storage_reader=reader, no_dist=True)
+            _quietly(dcp_load, {PREFIX + name: tensor}, storage_reader=reader, no_dist=True)
         except Exception as error:
             raise UserError(
                 f"{folder}: {name} can't be read, the checkpoint is damaged ({error})"
@@ -111,7 +113,7 @@ def write_model_tensors(folder: str | Path, tensors: LazyTensors) -> None:
         for name, shape in tensors.shapes.items()
     }
     _quietly(
-        dcp.save,
+        dcp_save,
         empty,
         storage_writer=FileSystemWriter(folder, thread_count=1, sync_files=True),
         planner=_StreamingPlanner(tensors),
@@ -123,7 +125,7 @@ def write_model_tensors(folder: str | Path, tensors: LazyTensors) -> None:
         os.close(descriptor)
 
 
-class _StreamingPlanner(dcp.DefaultSavePlanner):
+class _StreamingPlanner(DefaultSavePlanner):
     """Asks for a tensor when it is written, and not before."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

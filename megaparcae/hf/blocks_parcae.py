@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_parcae import ParcaeConfig
 
 # B rows, S positions, d width, H query heads, G key/value heads, hd head width, N cached positions
 
 QK_NORM_EPS = 2.0**-23
+SMALL = 1 << 14
+"""Elements below which the number of kernels counts, not their work."""
 VALUE_GATE_INPUTS = 32
 
 
@@ -31,8 +32,10 @@ class Context:
     """[B or 1, S, 1, hd] fp32, every value twice."""
     sin: Tensor
     """[B or 1, S, 1, hd] fp32, with the signs of the pair's rotation."""
+    attend: Callable[..., tuple[Tensor, Tensor | None]]
+    """The attention implementation of `config._attn_implementation`."""
     mask: Tensor | None
-    """Whatever the attention implementation wants."""
+    """Whatever that implementation wants."""
     value_rows: dict[int, Tensor]
     """Table rows by stored layer: [B, S, G, hd]."""
     cache: Cache | None
@@ -49,6 +52,7 @@ class Context:
         return Context(
             cos=self.cos[rows] if batched else self.cos,
             sin=self.sin[rows] if batched else self.sin,
+            attend=self.attend,
             mask=mask,
             value_rows={i: table[rows] for i, table in self.value_rows.items()},
             cache=self.cache,
@@ -67,9 +71,21 @@ class ParcaeRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+        return rms_normalize(x, self.eps).to(x.dtype) * self.weight
+
+
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in fp32.
+
+    For one new token the fused layer norm of [x, -x] (mean 0, variance mean(x^2)) is three times
+    faster than the several kernels of rms_norm.
+    """
+    x = x.float()
+    width = x.shape[-1]
+    if x.numel() <= SMALL and not torch.is_grad_enabled():
+        both = torch.cat([x, -x], dim=-1)
+        return F.layer_norm(both, (2 * width,), None, None, eps)[..., :width]
+    return F.rms_norm(x, (width,), None, eps)
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -116,8 +132,8 @@ class ParcaeAttention(nn.Module):
         super().__init__()
         d, hd = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.config = config
         self.layer = layer
+        self.qk_norm, self.clip = config.qk_norm, config.clip_qkv
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, hd
         self.num_key_value_groups = heads // kv_heads
         self.scaling = hd**-0.5
@@ -141,10 +157,7 @@ class ParcaeAttention(nn.Module):
             key, value = context.cache.update(
                 key, value, slot, start=context.start, rows=context.rows
             )
-        attend: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        out, weights = attend(
+        out, weights = context.attend(
             self, query, key, value, context.mask, scaling=self.scaling, **context.attention_kwargs
         )
         return self.o_proj(out.flatten(2)), weights
@@ -158,13 +171,13 @@ class ParcaeAttention(nn.Module):
         if self.value_gate is not None:
             gate = 2 * torch.sigmoid(self.value_gate(y[..., :VALUE_GATE_INPUTS]))  # [B, S, G]
             v = v + gate.unsqueeze(-1) * value_rows
-        if self.config.clip_qkv is not None:
-            q, k, v = (t.clamp(-self.config.clip_qkv, self.config.clip_qkv) for t in (q, k, v))
+        if self.clip is not None:
+            q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
         if self.q_bias is not None:
             q, k = q + self.q_bias, k + self.k_bias
         qk = rotate(torch.cat([q, k], dim=2), context.cos, context.sin)
-        if self.config.qk_norm:
-            qk = F.rms_norm(qk, (self.head_dim,), None, QK_NORM_EPS)
+        if self.qk_norm:
+            qk = rms_normalize(qk, QK_NORM_EPS)
         q, k = qk.to(v.dtype).transpose(1, 2).split([self.heads, self.kv_heads], dim=1)
         return q, k, v.transpose(1, 2)
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -31,6 +31,7 @@ from .blocks_parcae import (
     ParcaeAttention,
     ParcaeBlock,
     ParcaeRMSNorm,
+    eager_attention_forward,
     make_injection,
     rotary_table,
     start_state_table,
@@ -198,7 +199,10 @@ class ParcaeModel(ParcaePreTrainedModel):
             int(i): table(input_ids).unflatten(-1, (-1, self.config.head_dim))
             for i, table in self.value_embeddings.items()
         }
-        return Context(cos, sin, mask, rows, cache, start, attention_kwargs=kwargs)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        return Context(cos, sin, attend, mask, rows, cache, start, attention_kwargs=kwargs)
 
     def run_looped(
         self,
