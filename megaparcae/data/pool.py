@@ -213,22 +213,31 @@ def _serve(
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the run
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    while True:
-        # Siblings hold copies of the parent's end, so its death is no end of file here.
-        while not pipe.poll(1.0):
-            if os.getppid() != parent:
-                return
-        try:
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            # Siblings hold copies of the parent's end, so its death is no end of file here.
+            while not pipe.poll(1.0):
+                if os.getppid() != parent:
+                    return
             block = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(("done", *make_part(block, tokenizer, settings, folder, position)))
-        except BadRecord as error:
-            pipe.send(("bad", *error.args))
-        except UserError as error:
-            pipe.send(("user", str(error)))
-        except OSError as error:
-            pipe.send(("os", error.errno, error.strerror, error.filename))
-        except Exception as error:
-            pipe.send(("failed", f"{type(error).__name__}: {error}"))
+            pipe.send(_answer(block, tokenizer, settings, folder, position))
+
+
+def _answer(
+    block: Block,
+    tokenizer: Tokenizer,
+    settings: PartSettings,
+    folder: Path,
+    position: MutableSequence[int],
+) -> tuple[object, ...]:
+    """What a worker says of a block: ("done", part, path) or the kind of failure and its facts."""
+    try:
+        return ("done", *make_part(block, tokenizer, settings, folder, position))
+    except BadRecord as error:
+        return ("bad", *error.args)
+    except UserError as error:
+        return ("user", str(error))
+    except OSError as error:
+        return ("os", error.errno, error.strerror, error.filename)
+    except Exception as error:
+        return ("failed", f"{type(error).__name__}: {error}")

@@ -71,7 +71,7 @@ def preprocess(options: PreprocessOptions, tokenizer: Tokenizer) -> Summary:
         Path(options.output_prefix).parent, "--output-prefix", options.output_prefix
     )
     tokenizer.check_engine(_sample(sources, options))
-    with _work_folder(options) as folder, _Joiner(options, tokenizer) as joiner:
+    with _work_folder(options) as folder, _Joiner(options, tokenizer, folder) as joiner:
         blocks = iterate_blocks(sources, options.separator)
         with _located(joiner):
             for done in run_blocks(
@@ -107,9 +107,9 @@ def check_options(options: PreprocessOptions, tokenizer: Tokenizer) -> None:
 class _Joiner:
     """Puts finished parts in order and streams them into the shards."""
 
-    def __init__(self, options: PreprocessOptions, tokenizer: Tokenizer) -> None:
+    def __init__(self, options: PreprocessOptions, tokenizer: Tokenizer, folder: Path) -> None:
         keys = options.settings.keys
-        self.options, self.tokenizer = options, tokenizer
+        self.options, self.tokenizer, self.folder = options, tokenizer, folder
         self.dtype = options.settings.token_dtype(tokenizer)
         self.summary = Summary({key: KeyTotals() for key in keys})
         self.sources: list[SourceRecord] = []
@@ -127,7 +127,8 @@ class _Joiner:
     def __enter__(self) -> _Joiner:
         with contextlib.ExitStack() as stack:
             self.writers = [
-                stack.enter_context(IndexedWriter(prefix, self.dtype)) for prefix in self.prefixes
+                stack.enter_context(IndexedWriter(prefix, self.dtype, self.folder))
+                for prefix in self.prefixes
             ]
             self._stack = stack.pop_all()
         return self

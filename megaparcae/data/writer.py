@@ -75,15 +75,19 @@ class IndexedWriter:
     whatever lay under the final name. Memory does not grow with the number of documents.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: np.dtype, temporary_folder: Path | None = None
+    ) -> None:
+        """temporary_folder: of the same file system; None is the folder of the shard."""
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
         if self.dtype not in DTYPE_CODES:
             raise UserError(f"shards cannot hold {self.dtype}; use uint16 or int32")
         self.num_documents = 0
         self.num_tokens = 0
-        self._temporary = f".tmp-{os.getpid()}"
         require_writable_folder(Path(self.prefix).parent, "output prefix", self.prefix)
+        folder = temporary_folder or Path(self.prefix).parent
+        self._temporary = folder / f"{Path(self.prefix).name}.tmp-{os.getpid()}"
         self._bin = HashingFile(self._path(".bin"))
         self._lengths = HashingFile(self._path(".lengths"))
         self._borders: HashingFile | None = None
@@ -166,7 +170,7 @@ class IndexedWriter:
             self.discard()
 
     def _path(self, suffix: str) -> Path:
-        return with_suffix(self.prefix, suffix + self._temporary)
+        return with_suffix(self._temporary, suffix)
 
     def _start_borders(self) -> None:
         if self._borders is None:

@@ -1,0 +1,149 @@
+"""The real command lines: exit codes, one sentence, kill -9, memory, speed of --help."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from text_fixtures import ROOT, SAMPLE, command, lines
+
+from megaparcae.data.indexed import IndexedDataset
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    done = command(
+        "train_tokenizer.py", "--input", SAMPLE, "--vocab-size", 600, "--output", folder, "--quiet"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "600 ids" in done.stdout
+    return folder
+
+
+def preprocess(tokenizer: Path, source: Path | str, prefix: Path, *more: object, **options):
+    arguments = ["--input", source, "--output-prefix", prefix, "--tokenizer-model", tokenizer]
+    return command("preprocess_data.py", *arguments, "--workers", 2, *more, **options)
+
+
+@pytest.mark.parametrize("tool", ["train_tokenizer.py", "preprocess_data.py", "inspect_data.py"])
+def test_help_is_fast(tool: str) -> None:
+    start = time.monotonic()
+    assert command(tool, "--help").returncode == 0
+    assert time.monotonic() - start < 2
+
+
+def test_the_summary_says_what_was_done(tokenizer: Path, tmp_path: Path) -> None:
+    done = preprocess(tokenizer, SAMPLE, tmp_path / "out", "--append-eod")
+    assert done.returncode == 0, done.stderr
+    assert "102 documents, 0 empty" in done.stdout and "bytes/token" in done.stdout
+    assert "MB/s with tiktoken" in done.stdout
+
+
+def test_users_mistakes_are_one_sentence_and_exit_code_2(tokenizer: Path, tmp_path: Path) -> None:
+    bad = lines(tmp_path, *[{"text": "x"}] * 6, b"{")
+    (tmp_path / "file").touch()
+    cases = [
+        preprocess(tokenizer, tmp_path / "missing.jsonl", tmp_path / "out"),
+        preprocess(tokenizer, bad, tmp_path / "out"),
+        preprocess(tokenizer, SAMPLE, tmp_path / "out", "--json-keys", "body"),
+        preprocess(tokenizer, SAMPLE, tmp_path / "file" / "out"),
+        preprocess(tmp_path / "nothing", SAMPLE, tmp_path / "out"),
+        preprocess(tokenizer, SAMPLE, tmp_path / "out", "--tokenizer-type", "sentencepiece"),
+    ]
+    for done in cases:
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert not list(tmp_path.glob("out_*"))
+    assert "c.jsonl, line 7: not JSON" in cases[1].stderr
+
+
+def test_a_full_disk_is_one_sentence_and_exit_code_1(tokenizer: Path, tmp_path: Path) -> None:
+    def limit() -> None:  # a file-size limit fails in write as a full disk does
+        import resource
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+
+    done = preprocess(tokenizer, SAMPLE, tmp_path / "out", preexec_fn=limit)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert "File too large" in done.stderr and "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("out_*"))
+
+
+def test_kill_9_at_random_moments_then_resume_gives_the_same_bytes(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "c.jsonl"
+    source.write_bytes(SAMPLE.read_bytes() * 40)
+    assert preprocess(tokenizer, source, tmp_path / "whole", "--append-eod").returncode == 0
+    wanted = [Path(f"{tmp_path}/whole_text_document.{s}").read_bytes() for s in ("bin", "idx")]
+    moments = random.Random(7)
+    arguments = [sys.executable, ROOT / "tools" / "preprocess_data.py", "--input", source]
+    arguments += ["--output-prefix", tmp_path / "out", "--tokenizer-model", tokenizer]
+    arguments += ["--append-eod", "--workers", "2", "--resume", "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    killed = 0
+    for _ in range(20):
+        process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL)
+        time.sleep(moments.uniform(0.05, 1.2))
+        killed += process.poll() is None
+        process.kill()
+        process.wait()
+        index = Path(f"{tmp_path}/out_text_document.idx")
+        if index.exists():
+            IndexedDataset(tmp_path / "out_text_document")
+            index.unlink()
+    assert killed >= 3
+    assert (
+        preprocess(tokenizer, source, tmp_path / "out", "--append-eod", "--resume").returncode == 0
+    )
+    found = [Path(f"{tmp_path}/out_text_document.{s}").read_bytes() for s in ("bin", "idx")]
+    assert found == wanted
+    assert not (tmp_path / "out.parts").exists() and not list(tmp_path.glob("*tmp*"))
+
+
+def test_many_short_documents_from_a_pipe_in_bounded_memory(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    number = 400_000
+    line = json.dumps({"text": "to be or not"}) + "\n"
+    feed = f"import sys\nfor i in range({number // 1000}): sys.stdout.write({line!r} * 1000)"
+    source = subprocess.Popen([sys.executable, "-c", feed], stdout=subprocess.PIPE)
+
+    def limit() -> None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (1_500_000_000, 1_500_000_000))
+
+    done = preprocess(tokenizer, "-", tmp_path / "out", stdin=source.stdout, preexec_fn=limit)
+    source.wait()
+    assert done.returncode == 0, done.stderr
+    assert f"{number:,} documents" in done.stdout and "peak memory" in done.stdout
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == number
+    words = done.stdout.replace(",", " ").split()
+    peak, worker = [int(word) for word in words if word.isdigit()][-2:]
+    assert peak + 2 * worker < 500
+
+
+def test_an_interrupted_run_says_so_and_leaves_no_workers(tokenizer: Path, tmp_path: Path) -> None:
+    source = tmp_path / "c.jsonl"
+    source.write_bytes(SAMPLE.read_bytes() * 200)
+    arguments = [sys.executable, ROOT / "tools" / "preprocess_data.py", "--input", source]
+    arguments += ["--output-prefix", tmp_path / "out", "--tokenizer-model", tokenizer]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
+    time.sleep(0.8)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
