@@ -24,6 +24,7 @@ setup(
         "scipy",
         "matplotlib",
         "tqdm",
+        "rich",
     ],
     extras_require={
         "test": ["pytest", "ruff", "mypy", "wandb", "tensorboard"],

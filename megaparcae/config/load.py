@@ -28,11 +28,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     `data.train: prefix` and `data.train: [a, b]` are short for a list of {prefix, weight}.
     Raises UserError, with the file or the override named, for anything that does not add up.
     """
-    tree = read_yaml(path)
+    return _overridden(read_yaml(path), overrides, where=str(path))
+
+
+def preset_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """A preset without a file, with overrides as in `load_config`."""
+    return _overridden({"preset": name}, overrides, where="--preset")
+
+
+def _overridden(tree: Tree, overrides: Sequence[str], *, where: str) -> RunConfig:
     origin: dict[str, str] = {}
     for override in overrides:
         _apply_override(tree, override, origin)
-    return build_config(tree, where=str(path), origin=origin)
+    return build_config(tree, where=where, origin=origin)
 
 
 def build_config(
