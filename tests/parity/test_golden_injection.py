@@ -9,7 +9,12 @@ from torch import nn
 from golden_data import meta, relative, tensors
 from megaparcae.config.schema import ModelConfig
 from megaparcae.model.init import initial_value
-from megaparcae.model.injection import AdditiveInjection, DiagonalInjection, LinearInjection
+from megaparcae.model.injection import (
+    AdditiveInjection,
+    DiagonalInjection,
+    Drive,
+    LinearInjection,
+)
 
 OUTPUT, GRADIENT = 1e-6, 3e-6
 
@@ -20,7 +25,7 @@ def run_case(case: str, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
             parameter.copy_(data[name])
     x, e = data["x"].requires_grad_(), data["e"].requires_grad_()
-    drive = module(e)
+    drive = Drive(*module(e))
     out = drive.inject(x)
     assert relative(out, data["out"]) < OUTPUT
     if "decay" in data:
@@ -60,7 +65,7 @@ def test_the_start_injects_four_fifths_of_e_and_keeps_less_than_half_of_the_stat
         shape = tuple(parameter.shape)
         parameter.data = initial_value(config, seed=1, name=f"injection.{name}", shape=shape)
     ones = torch.ones(1, 64)
-    drive = module(ones)
+    drive = Drive(*module(ones))
     assert drive.decay[0].item() == pytest.approx(info["decay_as_constructed"], rel=1e-6)
     out = drive.inject(torch.zeros(1, 64))
     assert out[0, 0].item() == pytest.approx(info["output_at_init_for_x0_e1"], rel=1e-6)
