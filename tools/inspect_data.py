@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from megaparcae.errors import run_command
 
@@ -22,7 +23,21 @@ def parse() -> argparse.Namespace:
     one.add_argument("prefix", help="shard, without .bin or .idx")
     one.add_argument("--output-prefix", required=True, help="parts are {output-prefix}_{number}")
     one.add_argument("--parts", type=int, required=True)
-    return parser.parse_args()
+    one = commands.add_parser("show", help="samples with their documents' borders, and their text")
+    one.add_argument("prefix", nargs="*", help="shards, without .bin or .idx")
+    one.add_argument("--config", help="a run's YAML instead of shards: the samples that it draws")
+    one.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="as in training"
+    )
+    one.add_argument("--sequence-length", type=int, default=2048)
+    one.add_argument("--packing", choices=("best_fit", "concatenate"), default="best_fit")
+    one.add_argument("--tokenizer", help="folder or model file, to show the text")
+    one.add_argument("--sample", type=int, default=0, help="number of the first sample")
+    one.add_argument("--count", type=int, default=1, help="how many samples")
+    args = parser.parse_args()
+    if args.command == "show" and bool(args.prefix) == bool(args.config):
+        parser.error("show takes either shards or --config")
+    return args
 
 
 def main() -> int:
@@ -41,7 +56,20 @@ def main() -> int:
             for shard in reshape.split(args.prefix, args.output_prefix, args.parts):
                 counts = f"{shard.num_documents:,} documents, {shard.num_tokens:,} tokens"
                 print(f"{shard.prefix}: {counts}")
+        case "show":
+            for text in _show(args):
+                print(text, end="\n\n")
     return 0
+
+
+def _show(args: argparse.Namespace) -> Iterator[str]:
+    from megaparcae.data import show
+
+    if args.config:
+        return show.show_run(args.config, args.set, args.sample, args.count)
+    names = ("sequence_length", "packing", "tokenizer", "count")
+    options = {name: getattr(args, name) for name in names}
+    return show.show_shards(args.prefix, first=args.sample, **options)
 
 
 def _verify(shard, verify) -> int:
