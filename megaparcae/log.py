@@ -10,7 +10,7 @@ logger = logging.getLogger("megaparcae")
 
 
 def setup_logging(rank: int = 0) -> None:
-    """Send the logger to stderr: everything from rank 0, warnings with the rank's number from others."""
+    """Send the logger to stderr: all of rank 0, warnings with the rank's number of the others."""
     handler = logging.StreamHandler(sys.stderr)
     prefix = "" if rank == 0 else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))

@@ -122,12 +122,12 @@ class ModelConfig:
     state_init: Literal["like_init", "zero", "normal", "embed", "unit"] = "like_init"
     """Distribution of the start state h_0."""
     init: Literal["scaled_zero", "scaled"] = "scaled_zero"
-    """Output projections at the start: zero, or std sqrt(2/5d) / sqrt(2 x unrolled depth). All other
-    matrices have std sqrt(2/5d) (Takase et al.)."""
+    """Output projections at the start: zero, or std sqrt(2/5d) / sqrt(2 x unrolled depth).
+    All other matrices have std sqrt(2/5d) (Takase et al.)."""
     init_orthogonal: bool = True
     """Scaled semi-orthogonal matrices instead of truncated normals of the same rms."""
     residual_scale: float | None = None
-    """lambda of the residual scaling lambda / (N sqrt(L)) with N loops and L layers; null is off."""
+    """lambda of the residual scaling lambda / (N sqrt(L)), N loops and L layers; null is off."""
     recurrence: RecurrenceConfig = field(default_factory=RecurrenceConfig)
     """Loop depth."""
 
@@ -167,8 +167,8 @@ class ModelConfig:
             )
         if self.value_embeddings and self.hidden_size < VALUE_GATE_INPUTS:
             raise ValueError(
-                f"model.hidden_size={self.hidden_size} is below the {VALUE_GATE_INPUTS} entries that "
-                "value-embedding gates read; use a wider model or value_embeddings: false"
+                f"model.hidden_size={self.hidden_size} is below the {VALUE_GATE_INPUTS} entries "
+                "that value-embedding gates read; use a wider model or value_embeddings: false"
             )
 
     @property
@@ -224,9 +224,9 @@ class DataConfig:
     validation_fraction: float = 0.01
     """Share of the documents held out when no validation shards are given."""
     tokenizer: str | None = None
-    """Folder or model file of the tokenizer; checked against the shards and exported with the model."""
+    """Folder or file of the tokenizer; checked against the shards, exported with the model."""
     packing: Literal["best_fit", "concatenate"] = "best_fit"
-    """best_fit: rows start with BOS, documents are cropped to fit. concatenate: one token stream."""
+    """best_fit: rows start with BOS, documents are cropped to fit. concatenate: one stream."""
     cropped_tail: Literal["reuse", "drop"] = "reuse"
     """What best_fit does with the rest of a cropped document."""
     document_mask: bool = False
@@ -280,7 +280,7 @@ class OptimizerConfig:
         for name in ("lr", "muon_lr", "weight_decay", "muon_weight_decay", "grad_clip", "eps"):
             if getattr(self, name) < 0:
                 raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)} must not be negative; 0 switches it off"
+                    f"optimizer.{name}={getattr(self, name)} must not be negative; 0 is off"
                 )
         for name, value in (
             *zip(("betas[0]", "betas[1]"), self.betas, strict=True),
@@ -297,7 +297,7 @@ class ScheduleConfig:
     """Learning rate over the run, as a factor of the optimizer's rates."""
 
     kind: Literal["constant", "linear", "cosine", "trapezoid"] = "trapezoid"
-    """trapezoid: warm-up, constant, linear cool-down. linear and cosine fall from the end of warm-up."""
+    """trapezoid: warm-up, constant, linear cool-down. linear and cosine fall after the warm-up."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     cooldown_steps: int | None = None
@@ -374,7 +374,7 @@ class ParallelConfig:
     tp: int = 1
     """Tensor-parallel ranks; consecutive ranks, so that they share a node."""
     sequence_parallel: bool = False
-    """Split norms, injection and residual stream along the sequence over the tensor-parallel ranks."""
+    """Split norms, injection and residual stream along the sequence over the tp ranks."""
     pp: int = 1
     """Pipeline stages."""
     pipeline_layout: str = "balanced"
@@ -387,9 +387,9 @@ class ParallelConfig:
     deepspeed_config: str | None = None
     """DeepSpeed JSON; null takes ds_configs/zero{zero_stage}.json."""
     recompute_prelude: Literal["none", "block", "selective"] = "none"
-    """Activation checkpointing of the prelude: none, whole blocks, or attention only (selective)."""
+    """Activation checkpointing of the prelude: none, block, or attention only (selective)."""
     recompute_core: Recompute = "none"
-    """Activation checkpointing of the loop: none, block, loop (all core blocks of one loop), selective."""
+    """Activation checkpointing of the loop: none, block, loop (all blocks at once), selective."""
     recompute_coda: Literal["none", "block", "selective"] = "none"
     """Activation checkpointing of the coda."""
 
@@ -398,8 +398,9 @@ class ParallelConfig:
         _at_least("parallel.pp", self.pp, 1)
         if self.zero_stage >= 2 and self.pp > 1:
             raise ValueError(
-                f"parallel.zero_stage={self.zero_stage} can't be combined with parallel.pp={self.pp}: "
-                "DeepSpeed shards gradients only without a pipeline; use zero_stage 0 or 1, or pp 1"
+                f"parallel.zero_stage={self.zero_stage} can't be combined with parallel.pp="
+                f"{self.pp}: DeepSpeed shards gradients only without a pipeline; use zero_stage "
+                "0 or 1, or pp 1"
             )
 
 

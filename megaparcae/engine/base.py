@@ -27,7 +27,7 @@ class Engine(Protocol):
         ...
 
     def eval_batch(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Summed loss of these micro-batches over all data-parallel ranks, the same on all ranks."""
+        """Summed loss of these micro-batches over all dp ranks, the same on all ranks."""
         ...
 
     def grad_norm(self) -> float:

@@ -32,7 +32,7 @@ def choose_device(wanted: str) -> str:
 
 
 def init_distributed(wanted_device: str) -> Process:
-    """Join the process group that a launcher (deepspeed, torchrun, srun) describes, or be alone."""
+    """Join the process group that a launcher (deepspeed, torchrun) describes, or be alone."""
     kind = choose_device(wanted_device)
     os.environ.setdefault("DS_ACCELERATOR", kind)
     _fill_environment()
@@ -52,17 +52,8 @@ def init_distributed(wanted_device: str) -> Process:
 
 
 def _fill_environment() -> None:
-    """RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT from Slurm's names, or for one process."""
+    """What launchers set, for a process that was started alone."""
     env = os.environ
-    if "RANK" not in env and "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
-        env["RANK"] = env["SLURM_PROCID"]
-        env["WORLD_SIZE"] = env["SLURM_NTASKS"]
-        env["LOCAL_RANK"] = env["SLURM_LOCALID"]
-        if "MASTER_ADDR" not in env:
-            raise UserError(
-                "srun started several processes, but MASTER_ADDR is not set; export it as the "
-                "first host of the job, as launch/slurm does"
-            )
     env.setdefault("RANK", "0")
     env.setdefault("LOCAL_RANK", "0")
     env.setdefault("WORLD_SIZE", "1")

@@ -48,7 +48,7 @@ class StageModule(nn.Module):
         return output * self.loss_scale if self.part.head else output
 
 
-class _touch_all(torch.autograd.Function):  # noqa: N801 - used like a function
+class _touch_all(torch.autograd.Function):
     """Identity on x whose backward pass gives every parameter at least a gradient of zeros.
 
     A stage whose loops all run without gradient would otherwise leave the tied core without one,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -106,15 +105,6 @@ def mean_depths(config: RecurrenceConfig, step: int) -> tuple[int, int]:
     if config.curriculum_target in ("backward", "both"):
         grad = max(1, math.ceil(progress * grad))
     return no_grad, grad
-
-
-def expected_depths(config: RecurrenceConfig) -> tuple[float, float]:
-    """Means of n and k once the curriculum is over, from 65,536 draws."""
-    if config.draw_per == "batch":  # one draw a step; the distribution is the same
-        config = replace(config, draw_per="sequence")
-    step = config.curriculum_steps + 1
-    n, k = sample_depths(config, seed=0, step=step, sample_ids=np.arange(2**16))
-    return float(n.mean()), float(k.mean())
 
 
 def start_state(

@@ -1,8 +1,9 @@
-"""python -m megaparcae.train --config launch/configs/pretrain_tiny.yaml --set train.num_steps=100"""
+"""python -m megaparcae.train --config YAML --set train.num_steps=100"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from megaparcae.errors import run_command
@@ -11,9 +12,9 @@ from megaparcae.errors import run_command
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m megaparcae.train",
-        description="Pretrain a looped language model (one process, deepspeed, torchrun or srun).",
-        epilog="A run that is asked to stop (SIGTERM, SIGUSR1, Ctrl-C) saves and exits with code 75; "
-        "the same command continues it.",
+        description="Pretrain a looped language model: one process, deepspeed, torchrun or srun.",
+        epilog="A run that is asked to stop (SIGTERM, SIGUSR1, Ctrl-C) saves and exits with code "
+        "75; the same command continues it.",
     )
     parser.add_argument("--config", required=True, metavar="YAML", help="the run's configuration")
     parser.add_argument(
@@ -36,16 +37,17 @@ def main() -> int:
     overrides = [item for group in arguments.overrides for item in group]
     config = load_config(arguments.config, overrides)
 
+    from megaparcae.launcher.ranks import rank_variables
+
+    os.environ.update(rank_variables(os.environ))
+
     from megaparcae.engine.distributed import init_distributed
     from megaparcae.log import setup_logging
-    from megaparcae.train.build import build_run
-    from megaparcae.train.safety import STOPPED_EXIT_CODE
-    from megaparcae.train.trainer import run_training
+    from megaparcae.train.run import train
 
     process = init_distributed(config.train.device)
     setup_logging(process.rank)
-    complete = run_training(config, build_run(config, process))
-    return 0 if complete else STOPPED_EXIT_CODE
+    return train(config, process)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A rank's micro-batches as a pure function of the step: ids, depths, deal, tokens, start states."""
+"""A rank's micro-batches as a pure function of the step: ids, depths, deal, tokens, h_0."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Rows(Protocol):
 
     tokens: Ints
     """[n, S + 1]"""
-    document_ids: NDArray[np.int32]
-    """[n, S]"""
+    document_ids: NDArray[np.int32] | None
+    """[n, S], for document masks"""
 
 
 class RowSource(Protocol):
@@ -94,8 +94,9 @@ class BatchMaker:
     def _read_rows(self, ids: Ints, n: Ints, k: Ints, rows: Ints) -> HostBatch:
         rows = rows[depth_order(n[rows], k[rows])]
         read = self.train.rows(ids[rows])
-        documents = read.document_ids if self.config.data.document_mask else None
-        return HostBatch(ids[rows], read.tokens, documents, n[rows].tolist(), k[rows].tolist())
+        return HostBatch(
+            ids[rows], read.tokens, read.document_ids, n[rows].tolist(), k[rows].tolist()
+        )
 
     def to_device(self, batches: list[HostBatch], step: int) -> list[Batch]:
         """The model's inputs; start states are drawn when the stage that needs them runs."""
@@ -139,9 +140,8 @@ class BatchMaker:
         batches = []
         for some in ids.reshape(-1, rows):
             read = self.validation.rows(some % total)
-            documents = read.document_ids if self.config.data.document_mask else None
             depths = [num_loops - 1] * rows, [1] * rows  # evaluation runs without gradient anyway
-            host = HostBatch(some, read.tokens, documents, *depths)
+            host = HostBatch(some, read.tokens, read.document_ids, *depths)
             batch = self._to_device(host, VALIDATION_STEP)
             assert batch.labels is not None
             batch.labels[torch.from_numpy(some >= total).to(self.device)] = IGNORED

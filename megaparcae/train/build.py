@@ -18,7 +18,7 @@ from megaparcae.engine.plain import PlainEngine
 from megaparcae.log import logger
 from megaparcae.model.blocks import Block
 from megaparcae.model.build import build_model
-from megaparcae.model.depth import expected_depths
+from megaparcae.model.expected_depth import expected_loops
 from megaparcae.model.init import initial_value
 from megaparcae.model.looped_core import LoopedCore
 from megaparcae.optim.recipe import make_recipe
@@ -76,7 +76,7 @@ def plan_stages(config: RunConfig) -> list[Stage]:
     if config.parallel.pp == 1:
         return single_stage(config.model)
     looped = config.model.architecture == "looped"
-    loops = expected_depths(config.model.recurrence) if looped else (0.0, 0.0)
+    loops = expected_loops(config.model.recurrence) if looped else (0.0, 0.0)
     line = cost_line(config.model, loops, config.parallel.recompute_core != "none")
     return make_stages(
         config.model, line, pp=config.parallel.pp, layout=config.parallel.pipeline_layout

@@ -45,7 +45,7 @@ class StopRequest:
 
 
 class SkipGuard:
-    """Counts steps that were skipped for a non-finite loss or gradient; too many in a row stop the run."""
+    """Counts steps skipped for a non-finite loss or gradient; too many in a row stop the run."""
 
     def __init__(self, most_in_a_row: int) -> None:
         self.most_in_a_row = most_in_a_row
@@ -64,7 +64,7 @@ class SkipGuard:
         )
         if self.in_a_row > self.most_in_a_row:
             raise TrainingError(
-                f"{self.in_a_row} steps in a row were skipped for a non-finite loss or gradient, more "
-                f"than train.max_skipped_steps={self.most_in_a_row}; lower optimizer.lr or resume "
-                "from an earlier checkpoint"
+                f"{self.in_a_row} steps in a row were skipped for a non-finite loss or gradient, "
+                f"more than train.max_skipped_steps={self.most_in_a_row}; lower optimizer.lr or "
+                "resume from an earlier checkpoint"
             )

@@ -8,13 +8,12 @@ from pathlib import Path
 import torch
 
 from megaparcae.checkpoint.manager import CheckpointManager
-from megaparcae.config.schema import RunConfig
 from megaparcae.data.dataset import TokenDataset
 from megaparcae.data.loader import Prefetcher
 from megaparcae.data.sampler import step_sample_ids
 from megaparcae.log import logger
 from megaparcae.optim.schedule import hyperparameters_at
-from megaparcae.train.batches import BatchMaker
+from megaparcae.train.batches import BatchMaker, HostBatch
 from megaparcae.train.build import Run, apply_schedule
 from megaparcae.train.metrics import Record, StepClock, console_line, make_sinks, work_record
 from megaparcae.train.safety import SkipGuard, StopRequest
@@ -51,7 +50,12 @@ class Trainer:
         """Run to the last step or until asked to stop; True when the run is complete."""
         step = self.checkpoints.resume(self.run.engine)
         self.sinks = make_sinks(self.config, self.run_dir, self.is_writer)
-        reader = Prefetcher(self.batches.read, start=step, num_workers=self.config.data.num_workers)
+        reader = Prefetcher(
+            self.batches.read,
+            start=step,
+            stop=self.config.train.num_steps,
+            num_workers=self.config.data.num_workers,
+        )
         saved = step
         try:
             while step < self.config.train.num_steps:
@@ -74,7 +78,7 @@ class Trainer:
                 sink.close()
         return step >= self.config.train.num_steps
 
-    def step(self, step: int, reader: Prefetcher) -> Record:
+    def step(self, step: int, reader: Prefetcher[list[HostBatch]]) -> Record:
         """One optimizer step; `step` have been made before it."""
         host = next(reader)
         hyper = hyperparameters_at(
@@ -144,9 +148,3 @@ def validation_losses(run: Run, batches: BatchMaker) -> dict[str, float]:
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def run_training(config: RunConfig, run: Run) -> bool:
-    """Open the data and train; True when the run is complete."""
-    train_data, validation_data = TokenDataset.open(config.data, config.model, config.train.seed)
-    return Trainer(run, train_data, validation_data).train()

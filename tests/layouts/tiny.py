@@ -48,11 +48,15 @@ BASE: dict[str, Any] = {
 class SyntheticRows:
     """Tokens as a pure function of the sample id, with something to learn in them."""
 
+    def __init__(self, document_mask: bool = False) -> None:
+        self.document_mask = document_mask
+
     def rows(self, sample_ids: np.ndarray) -> SimpleNamespace:
         first = sample_ids[:, None] * 31 + np.arange(S + 1)[None, :] * (sample_ids[:, None] % 5 + 1)
+        documents = np.repeat(np.arange(S)[None, :] // 6, len(sample_ids), 0).astype(np.int32)
         return SimpleNamespace(
             tokens=(first % VOCAB).astype(np.int64),
-            document_ids=np.repeat(np.arange(S)[None, :] // 6, len(sample_ids), 0).astype(np.int32),
+            document_ids=documents if self.document_mask else None,
         )
 
 
@@ -77,8 +81,8 @@ def start(config: RunConfig) -> tuple[Run, BatchMaker]:
         config,
         run.plan,
         dp_index=run.mesh.dp.index,
-        train=SyntheticRows(),
-        validation=SyntheticRows(),
+        train=SyntheticRows(config.data.document_mask),
+        validation=SyntheticRows(config.data.document_mask),
         device=process.device,
     )
     return run, batches

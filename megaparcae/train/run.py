@@ -1,0 +1,52 @@
+"""A whole training run on this rank: data, build, train, exit code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megaparcae.config.batch import BatchPlan, solve_batch
+from megaparcae.config.schema import RunConfig
+from megaparcae.data.build import open_datasets
+from megaparcae.data.dataset import TokenDataset
+from megaparcae.data.describe import draw_table
+from megaparcae.engine.distributed import Process
+from megaparcae.log import logger
+from megaparcae.train.build import build_run
+from megaparcae.train.safety import STOPPED_EXIT_CODE
+from megaparcae.train.trainer import Trainer
+
+
+def train(config: RunConfig, process: Process) -> int:
+    """Train to the end or until asked to stop; the exit code of the process."""
+    train_data, validation_data = open_datasets(
+        config.data, config.model, config.validation, seed=config.train.seed
+    )
+    config = with_epochs(config, train_data, process.world_size)
+    samples = config.train.num_steps * batch_plan(config, process.world_size).global_batch
+    logger.info("%s", draw_table(train_data, samples))
+    trainer = Trainer(build_run(config, process), train_data, validation_data)
+    return 0 if trainer.train() else STOPPED_EXIT_CODE
+
+
+def batch_plan(config: RunConfig, world_size: int) -> BatchPlan:
+    """The solved batch arithmetic."""
+    parallel = config.parallel
+    return solve_batch(config.train, world=world_size, tp=parallel.tp, pp=parallel.pp)
+
+
+def with_epochs(config: RunConfig, data: TokenDataset, world_size: int) -> RunConfig:
+    """data.num_epochs as train.num_steps: whole batches only, what is left over is left out."""
+    if config.data.num_epochs is None:
+        return config
+    plan = batch_plan(config, world_size)
+    samples = data.num_samples_for_epochs(config.data.num_epochs)
+    steps, left = divmod(samples, plan.global_batch)
+    logger.info(
+        "data.num_epochs=%d: %d sequences, %d steps of %d, %d sequences left out",
+        config.data.num_epochs,
+        samples,
+        steps,
+        plan.global_batch,
+        left,
+    )
+    return replace(config, train=replace(config.train, num_steps=steps))
