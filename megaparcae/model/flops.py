@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from megaparcae.config.schema import VALUE_GATE_INPUTS, ModelConfig
-from megaparcae.model.expected_depth import expected_loops
+from megaparcae.model.expected_depth import expected_loops as expected_loops  # for scaling too
 
 # d width, S positions, H query heads, G key/value heads, hd head width
 

@@ -81,14 +81,14 @@ def cost_lines(costs: Costs) -> dict[str, list[tuple[str, ...]]]:
     parameters, per_token = costs["parameters"], costs["flops_per_token"]
     total = parameters["total"]
     names = _NAMES | ({"prelude": "layers"} if costs["architecture"] == "transformer" else {})
-    rows = [("part", "parameters", "share")]
+    rows: list[tuple[str, ...]] = [("part", "parameters", "share")]
     rows += [
         (names.get(part, part), f"{n:,}", f"{n / total:.1%}") for part, n in parameters.items() if n
     ]
     if costs["unrolled_parameters"] != total:
         mu = costs["loops"]["mean_recurrence"]
         rows.append((f"unrolled, N({mu})", f"{costs['unrolled_parameters']:,}", ""))
-    flops = [("FLOPs per token", "needed", "executed")]
+    flops: list[tuple[str, ...]] = [("FLOPs per token", "needed", "executed")]
     flops += [
         (names.get(part, part), _giga(n), _giga(per_token["executed"][part]))
         for part, n in per_token["needed"].items()
