@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 from megaparcae.errors import run_command
 
@@ -26,23 +25,18 @@ def parse() -> argparse.Namespace:
     one = commands.add_parser("show", help="samples with their documents' borders, and their text")
     one.add_argument("prefix", nargs="*", help="shards, without .bin or .idx")
     one.add_argument("--config", help="a run's YAML instead of shards: the samples that it draws")
-    one.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="as in training"
-    )
+    one.add_argument("--set", dest="overrides", action="append", default=[], help="as in training")
     one.add_argument("--sequence-length", type=int, default=2048)
     one.add_argument("--packing", choices=("best_fit", "concatenate"), default="best_fit")
     one.add_argument("--tokenizer", help="folder or model file, to show the text")
     one.add_argument("--sample", type=int, default=0, help="number of the first sample")
     one.add_argument("--count", type=int, default=1, help="how many samples")
-    args = parser.parse_args()
-    if args.command == "show" and bool(args.prefix) == bool(args.config):
-        parser.error("show takes either shards or --config")
-    return args
+    return parser.parse_args()
 
 
 def main() -> int:
     args = parse()
-    from megaparcae.data import inspect, reshape
+    from megaparcae.data import inspect, reshape, show
     from megaparcae.data.indexed import IndexedDataset
 
     match args.command:
@@ -57,19 +51,10 @@ def main() -> int:
                 counts = f"{shard.num_documents:,} documents, {shard.num_tokens:,} tokens"
                 print(f"{shard.prefix}: {counts}")
         case "show":
-            for text in _show(args):
+            options = {name: value for name, value in vars(args).items() if name != "command"}
+            for text in show.samples(**options):
                 print(text, end="\n\n")
     return 0
-
-
-def _show(args: argparse.Namespace) -> Iterator[str]:
-    from megaparcae.data import show
-
-    if args.config:
-        return show.show_run(args.config, args.set, args.sample, args.count)
-    names = ("sequence_length", "packing", "tokenizer", "count")
-    options = {name: getattr(args, name) for name in names}
-    return show.show_shards(args.prefix, first=args.sample, **options)
 
 
 def _verify(shard, verify) -> int:
@@ -77,10 +62,8 @@ def _verify(shard, verify) -> int:
     for finding in findings:
         print(f"{shard.prefix}: {finding}")
     if not findings:
-        known = (
-            "" if shard.sidecar else " (no sidecar: checksums and ends of documents not checked)"
-        )
-        print(f"{shard.prefix}: {shard.num_documents:,} documents hold{known}")
+        unknown = "" if shard.sidecar else " (no sidecar: checksums and ends not checked)"
+        print(f"{shard.prefix}: {shard.num_documents:,} documents hold{unknown}")
     return 1 if findings else 0
 
 

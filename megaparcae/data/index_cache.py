@@ -160,7 +160,7 @@ def _lock(folder: Path, prefix: str) -> Iterator[None]:
                 logger.warning("no packing index of %s after %.0f s: building one", prefix, waited)
                 break
             if waited > MESSAGE_AFTER_S and not told:
-                logger.warning("waiting for another process to build an index of %s", prefix)
+                logger.info("waiting for another process to build an index of %s", prefix)
                 told = True
             time.sleep(0.05)
         yield

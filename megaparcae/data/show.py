@@ -16,25 +16,40 @@ from megaparcae.errors import UserError
 ANY_VOCABULARY = 2**31
 
 
-def show_run(path: str, overrides: Sequence[str], first: int, count: int) -> Iterator[str]:
-    """What a run of this config draws in all, then its samples first .. first + count - 1."""
-    config = load_config(path, overrides)
-    off = replace(config.validation, interval=0)
-    data, _ = open_datasets(config.data, config.model, off, seed=config.train.seed)
-    yield draw_table(data, first + count)
-    yield from _samples(data, config.data.tokenizer, first, count)
-
-
-def show_shards(
-    prefixes: Sequence[str],
+def samples(
+    prefix: Sequence[str],
     *,
+    config: str | None = None,
+    overrides: Sequence[str] = (),
     sequence_length: int,
     packing: str,
-    tokenizer: str | None,
-    first: int,
-    count: int,
+    tokenizer: str | None = None,
+    sample: int = 0,
+    count: int = 1,
 ) -> Iterator[str]:
-    """One epoch over all documents of the shards, then samples first .. first + count - 1."""
+    """The draw table, then `count` samples from `sample` on: of a run's config, or of one epoch
+    over all documents of some shards. Arguments are the options of the command line."""
+    if bool(prefix) == bool(config):
+        raise UserError("show takes either shards or --config; give one of them")
+    if sample < 0:
+        raise UserError(f"--sample={sample} must be 0 or more")
+    if config:
+        run = load_config(config, overrides)
+        no_validation = replace(run.validation, interval=0)
+        data, _ = open_datasets(run.data, run.model, no_validation, seed=run.train.seed)
+        tokenizer, drawn = run.data.tokenizer, sample + count
+    else:
+        data = _all_documents(prefix, sequence_length, packing, tokenizer)
+        drawn = data.num_samples
+    yield draw_table(data, drawn)
+    decode = load_tokenizer(tokenizer, fast=False).decode if tokenizer else None
+    for number in range(sample, sample + count):
+        yield describe_sample(data, number, decode)
+
+
+def _all_documents(
+    prefixes: Sequence[str], sequence_length: int, packing: str, tokenizer: str | None
+) -> TokenDataset:
     if packing not in ("best_fit", "concatenate"):
         raise UserError(f"--packing={packing}: choose best_fit or concatenate")
     config = DataConfig(
@@ -42,14 +57,4 @@ def show_shards(
         packing="best_fit" if packing == "best_fit" else "concatenate",
         tokenizer=tokenizer,
     )
-    data = open_all_documents(config, sequence_length=sequence_length, vocab_size=ANY_VOCABULARY)
-    yield draw_table(data, data.num_samples)
-    yield from _samples(data, tokenizer, first, count)
-
-
-def _samples(data: TokenDataset, tokenizer: str | None, first: int, count: int) -> Iterator[str]:
-    if first < 0:
-        raise UserError(f"--sample={first} must be 0 or more")
-    decode = load_tokenizer(tokenizer, fast=False).decode if tokenizer else None
-    for sample in range(first, first + count):
-        yield describe_sample(data, sample, decode)
+    return open_all_documents(config, sequence_length=sequence_length, vocab_size=ANY_VOCABULARY)

@@ -46,7 +46,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> FakeTokenizer:
 def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """What the logger says, also when another test has set it up for a command line."""
     monkeypatch.setattr(logging.getLogger("megaparcae"), "propagate", True)
-    caplog.set_level(logging.WARNING, "megaparcae")
+    caplog.set_level(logging.INFO, "megaparcae")
     return caplog
 
 
@@ -227,7 +227,7 @@ def test_a_shard_without_a_sidecar_is_taken_with_a_warning(prefix: str, heard) -
     heard.clear()
     write_sidecar(prefix)
     assert not open_train(prefix).sets[0].check_ids
-    assert heard.text == ""
+    assert "no record" not in heard.text
 
 
 def test_an_id_outside_the_vocabulary_is_refused_before_the_model_sees_it(prefix: str) -> None:
