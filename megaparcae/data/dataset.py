@@ -122,7 +122,8 @@ class TokenDataset:
         return tokens, ids
 
     def _check_range(self, one: TokenSet, tokens: np.ndarray) -> None:
-        low, high = int(tokens.min()), int(tokens.max())
+        low = 0 if tokens.dtype.kind == "u" else int(tokens.min(initial=0))
+        high = int(tokens.max(initial=0))
         if low < 0 or high >= self.vocab_size:
             raise UserError(
                 f"{one.option} ({one.name}) holds the token id {low if low < 0 else high}, but "

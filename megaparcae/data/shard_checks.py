@@ -27,8 +27,8 @@ def check_shard(
     identity, shard_vocabulary = record.get("identity"), record.get("vocab_size")
     if identity is None:
         logger.info(  # every rank would say it; only rank 0's information is shown
-            "warning: %s (%s) has no record of its tokenizer: whether it is the run's cannot be checked, "
-            "only that its ids stay below model.vocab_size",
+            "warning: %s (%s) has no record of its tokenizer: whether it is the run's cannot be "
+            "checked, only that its ids stay below model.vocab_size",
             option,
             shard.prefix,
         )
