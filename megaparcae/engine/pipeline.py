@@ -69,7 +69,7 @@ class _Pipeline(PipelineModule):
     """One layer per stage; ours is the local one, and our tied weights are told to DeepSpeed."""
 
     def __init__(self, stage: StageModule, mesh: Mesh, tied: list[tuple[Tensor, ProcessGroup]]):
-        layers = [nn.Identity() for _ in range(mesh.pp.size)]
+        layers: list[nn.Module] = [nn.Identity() for _ in range(mesh.pp.size)]
         layers[mesh.pp.index] = stage
         topology = PipeModelDataParallelTopology(
             num_pp=mesh.pp.size, num_mp=mesh.tp.size, num_dp=mesh.dp.size

@@ -42,7 +42,9 @@ class Drive:
     def detached(self) -> Drive:
         """For the loops without gradient."""
         return Drive(
-            *(t if t is None else t.detach() for t in (self.term, self.decay, self.weight))
+            self.term.detach(),
+            None if self.decay is None else self.decay.detach(),
+            None if self.weight is None else self.weight.detach(),
         )
 
 

@@ -15,7 +15,6 @@ from megaparcae.config.schema import ModelConfig
 from megaparcae.model.attention import AttentionContext, attention_context
 from megaparcae.model.batch import Batch
 from megaparcae.model.blocks import Block
-from megaparcae.model.looped_core import LoopedCore
 from megaparcae.model.norm import RMSNorm
 from megaparcae.model.recompute import WorkCounter, run_block
 from megaparcae.model.value_embedding import ValueEmbeddings
@@ -139,21 +138,25 @@ class LanguageModel(nn.Module):
 
     def set_recompute(self, *, prelude: str, core: str, coda: str) -> None:
         """Activation checkpointing by section; a Transformer's layers all count as prelude."""
+        del core  # only a looped model has one
         self.recompute_prelude, self.recompute_coda = prelude, coda
-        if isinstance(getattr(self, "core", None), LoopedCore):
-            self.core.recompute = core
 
     def keep_common(self, part: Part, layers: Collection[int], *, final_norm: bool) -> None:
         """Drop embedding, tables, norm and head that `part` does not need."""
         if not (part.embedding or (part.head and self.config.tie_embeddings)):
-            self.embedding = nn.Identity()
+            drop(self, "embedding")
         for name in list(self.value_embeddings):
             if int(name) not in layers:
                 del self.value_embeddings[name]
         if not final_norm:
-            self.final_norm = nn.Identity()
+            drop(self, "final_norm")
         if not part.head:
-            self.head = nn.Identity()
+            drop(self, "head")
+
+
+def drop(owner: nn.Module, name: str) -> None:
+    """Put the identity in the place of a module whose weights are not needed here."""
+    setattr(owner, name, nn.Identity())
 
 
 def keep_layers(blocks: nn.ModuleDict, layers: range) -> None:

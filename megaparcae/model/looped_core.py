@@ -34,7 +34,7 @@ class LoopedCore(nn.ModuleDict):
     """Blocks "0", "1", ...; a share of the loops of a micro-batch is one forward pass."""
 
     def __init__(self, blocks: nn.ModuleDict, work: WorkCounter) -> None:
-        super().__init__(blocks)
+        super().__init__(dict(blocks.items()))
         self.recompute = "none"
         self.work = work
 

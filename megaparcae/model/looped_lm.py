@@ -17,7 +17,7 @@ from megaparcae.config.layout import Part, whole
 from megaparcae.config.schema import ModelConfig
 from megaparcae.model.batch import Batch
 from megaparcae.model.injection import make_injection
-from megaparcae.model.language_model import LanguageModel, keep_layers
+from megaparcae.model.language_model import LanguageModel, drop, keep_layers
 from megaparcae.model.looped_core import LoopedCore, LoopInputs
 
 # B rows, S positions, d width
@@ -86,6 +86,12 @@ class LoopedLM(LanguageModel):
         """From the looped state to the coda's input."""
         return self.readout(self.final_norm(h) if self.config.loop_norm else h)
 
+    def set_recompute(self, *, prelude: str, core: str, coda: str) -> None:
+        """Activation checkpointing by section."""
+        super().set_recompute(prelude=prelude, core=core, coda=coda)
+        if isinstance(self.core, LoopedCore):  # else another stage has it
+            self.core.recompute = core
+
     def keep(self, part: Part) -> None:
         """Drop the weights that a pipeline stage running only `part` does not need."""
         config = self.config
@@ -94,13 +100,13 @@ class LoopedLM(LanguageModel):
         core = range(config.num_prelude_layers, config.num_prelude_layers + config.num_core_layers)
         layers = {*part.prelude, *(core.stop + i for i in part.coda)}
         if part.loop is None:
-            self.core = nn.Identity()
-            self.injection = nn.Identity()
+            drop(self, "core")
+            drop(self, "injection")
         else:
             layers |= set(core)
         if not part.begins_loop:
-            self.prelude_norm = nn.Identity()
+            drop(self, "prelude_norm")
         if not part.ends_loop:
-            self.readout = nn.Identity()
+            drop(self, "readout")
         looped_norm = config.loop_norm and part.ends_loop
         self.keep_common(part, layers, final_norm=part.head or looped_norm)

@@ -55,7 +55,7 @@ def _holders(model: nn.Module, stages: list[Stage]) -> dict[str, tuple[int, ...]
     holders: dict[str, tuple[int, ...]] = {}
     for index, stage in enumerate(stages):
         other = copy.deepcopy(model)  # weights on the meta device cost nothing
-        other.keep(stage.part)
+        other.keep(stage.part)  # type: ignore[operator]
         for name, _ in other.named_parameters():
             holders[name] = (*holders.get(name, ()), index)
     return holders

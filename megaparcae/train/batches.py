@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megaparcae.config.batch import BatchPlan
 from megaparcae.config.schema import RunConfig
+from megaparcae.data.dataset import Rows
 from megaparcae.data.sampler import deal, step_sample_ids
 from megaparcae.model.batch import Batch, depth_order
 from megaparcae.model.depth import sample_depths, start_state
@@ -22,15 +23,6 @@ Ints = NDArray[np.int64]
 VALIDATION_STEP = -1
 """Stands for the step in the random draws of validation, so that it is always the same."""
 IGNORED = -100
-
-
-class Rows(Protocol):
-    """What a data set returns for some sample ids."""
-
-    tokens: Ints
-    """[n, S + 1]"""
-    document_ids: NDArray[np.int32] | None
-    """[n, S], for document masks"""
 
 
 class RowSource(Protocol):
@@ -92,7 +84,7 @@ class BatchMaker:
         return sample_depths(recurrence, seed=self.config.train.seed, step=step, sample_ids=ids)
 
     def _read_rows(self, ids: Ints, n: Ints, k: Ints, rows: Ints) -> HostBatch:
-        rows = rows[depth_order(n[rows], k[rows])]
+        rows = rows[depth_order(n[rows].tolist(), k[rows].tolist())]
         read = self.train.rows(ids[rows])
         return HostBatch(
             ids[rows], read.tokens, read.document_ids, n[rows].tolist(), k[rows].tolist()

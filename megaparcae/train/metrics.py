@@ -102,7 +102,7 @@ class WandbSink:
             project=config.log.wandb_project,
             name=config.name,
             dir=str(run_dir),
-            mode=mode,
+            mode=mode,  # type: ignore[arg-type]  # wandb itself checks WANDB_MODE
             config=config_tree(config),
         )
         self.run.define_metric("*", step_metric="step")

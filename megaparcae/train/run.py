@@ -8,7 +8,7 @@ from megaparcae.config.batch import BatchPlan, solve_batch
 from megaparcae.config.schema import RunConfig
 from megaparcae.data.build import open_datasets
 from megaparcae.data.dataset import TokenDataset
-from megaparcae.data.describe import draw_table
+from megaparcae.data.describe import draw_table, plan_epochs
 from megaparcae.engine.distributed import Process
 from megaparcae.log import logger
 from megaparcae.train.build import build_run
@@ -38,15 +38,7 @@ def with_epochs(config: RunConfig, data: TokenDataset, world_size: int) -> RunCo
     """data.num_epochs as train.num_steps: whole batches only, what is left over is left out."""
     if config.data.num_epochs is None:
         return config
-    plan = batch_plan(config, world_size)
-    samples = data.num_samples_for_epochs(config.data.num_epochs)
-    steps, left = divmod(samples, plan.global_batch)
-    logger.info(
-        "data.num_epochs=%d: %d sequences, %d steps of %d, %d sequences left out",
-        config.data.num_epochs,
-        samples,
-        steps,
-        plan.global_batch,
-        left,
-    )
-    return replace(config, train=replace(config.train, num_steps=steps))
+    batch = batch_plan(config, world_size).global_batch
+    num_steps, explanation = plan_epochs(data, config.data.num_epochs, batch)
+    logger.info("%s", explanation)
+    return replace(config, train=replace(config.train, num_steps=num_steps))
