@@ -15,7 +15,7 @@ from megaparcae.parallel.mesh import Mesh, make_mesh
 from megaparcae.parallel.shard import ShardSpec, set_spec, spec_of
 from megaparcae.parallel.sharded_optimizer import ShardedOptimizer
 
-D, FF, VOCAB = 16, 48, 96
+D, FF, VOCAB = 16, 48, 384
 Layout = tuple[int, int, int]
 """pp, dp, tp."""
 

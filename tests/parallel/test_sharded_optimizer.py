@@ -123,8 +123,18 @@ def assert_weights_are_those_of(plain: Plain, results: list) -> None:
         for spec, ours in weights:
             seen.add(spec.name)
             theirs = spec.take(plain.weights[spec.name].detach())
-            assert ((ours - theirs).norm() / theirs.norm()).item() <= 1e-5, spec.name
+            difference = but_for_flips(ours - theirs, theirs, plain.optimizer)
+            assert (difference.norm() / theirs.norm()).item() <= 1e-5, spec.name
     assert seen == set(shapes())
+
+
+def but_for_flips(difference: Tensor, weight: Tensor, optimizer: OptimizerConfig) -> Tensor:
+    """Cautious decay is a step function: where an update is ~0, rounding decides whether lr wd |p|
+    is taken off. Two elements of a tensor may differ by that; the gradients here stay the same."""
+    largest = 1.1 * optimizer.muon_lr * optimizer.muon_weight_decay * weight.abs()
+    flipped = (difference.abs() > 2e-6) & (difference.abs() <= largest)
+    assert flipped.sum() <= 2
+    return difference[~flipped]
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +148,19 @@ def test_twenty_muon_steps_are_those_of_one_plain_process(layout, plain):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_rdm"])
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 3, 1), (3, 1, 2)])
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 4, 1), (1, 3, 2), (3, 1, 2)])
 def test_twenty_adamw_steps_are_those_of_one_plain_process(layout, name):
     results = on_ranks(layout, train, config(name), 20)
     assert_weights_are_those_of(Plain(config(name)).steps(20), results)
+
+
+def has_pieces(layout: Layout, optimizer: OptimizerConfig) -> bool:
+    return any(s.rows is not None for s, _, _ in Run(layout, optimizer).states())
+
+
+@pytest.mark.parametrize("name", ["muon_adamw", "adamw_rdm"])
+def test_these_layouts_do_cut_tables(name):
+    assert any(on_ranks((1, 4, 1), has_pieces, config(name)))
 
 
 def test_no_clipping_when_it_is_off():
