@@ -41,7 +41,7 @@ class Stage:
 def cost_line(
     model: ModelConfig, mean_loops: tuple[float, float], recompute_core: bool
 ) -> list[Atom]:
-    """The model from left to right; `mean_loops` are the expected loops without and with gradient."""
+    """The model from left to right; `mean_loops`: expected loops without and with gradient."""
     d, S = model.hidden_size, model.sequence_length
     heads = d * (2 * d + 2 * model.kv_heads * model.head_dim)  # q and o, k and v
     matrices = 3 if model.mlp == "swiglu" else 2
@@ -76,63 +76,60 @@ Taken = list[tuple[Atom, float, float]]
 
 
 def _balanced(line: list[Atom], pp: int) -> list[Taken]:
-    """The division whose dearest stage is cheapest: bisection on its cost, filling from the left."""
+    """The division whose dearest stage is cheapest: bisection on its cost, filled from the left."""
     low, high = 0.0, sum(atom.cost for atom in line)
     best = _fill(line, pp, high)
     if best is None:
-        divisible = sum(1 if atom.kind != "loop" else round(1 / SMALLEST_SHARE) for atom in line)
         raise UserError(
-            f"parallel.pp={pp} stages are more than this model's {divisible} pieces; use fewer stages"
+            f"parallel.pp={pp} stages are more than this model can fill, which is {_most(line)}; "
+            "use fewer stages"
         )
     for _ in range(50):
-        middle = (low + high) / 2
-        pieces = _fill(line, pp, middle)
-        if pieces is None:
-            low = middle
+        limit = (low + high) / 2
+        stages = _fill(line, pp, limit)
+        if stages is None:
+            low = limit
         else:
-            best, high = pieces, middle
+            best, high = stages, limit
     return best
 
 
 def _fill(line: list[Atom], pp: int, limit: float) -> list[Taken] | None:
-    """Stages of at most `limit`, none empty; None when that takes more than pp stages."""
-    stages: list[Taken] = []
-    current: Taken = []
+    """`pp` stages of at most `limit`, none empty; None when there is no such division."""
+    stages: list[Taken] = [[]]
     room = limit
     for position, atom in enumerate(line):
+        after = _most(line[position + 1 :])
         begin = 0.0
-        later = _num_pieces(line[position + 1 :])
         while begin < 1.0:
-            stages_after = pp - len(stages) - 1
-            share = min(1.0 - begin, room / atom.cost) if atom.kind == "loop" else 1.0 - begin
-            if atom.kind == "loop" and 0 < 1.0 - begin - share < SMALLEST_SHARE:
-                share = 1.0 - begin if room * 1.0001 >= (1.0 - begin) * atom.cost else share
-            if stages_after > later and atom.kind == "loop":  # leave some of it to the others
-                share = min(share, 1.0 - begin - SMALLEST_SHARE * (stages_after - later))
-            full = (
-                atom.cost * share > room * (1 + 1e-9)
-                or share < min(SMALLEST_SHARE, 1.0 - begin) - 1e-9
-            )
-            needed = current and atom.kind != "loop" and stages_after > later
-            if current and (full or needed):
-                stages.append(current)
-                current, room = [], limit
-                if len(stages) == pp:
+            waiting = pp - len(stages)  # stages that still need something
+            share = _share(atom, 1.0 - begin, room, waiting - after)
+            must_wait = bool(stages[-1]) and atom.kind != "loop" and waiting > after
+            if share == 0.0 or must_wait:
+                if not stages[-1] or waiting == 0:
                     return None
+                stages.append([])
+                room = limit
                 continue
-            if full:
-                return None
-            current.append((atom, begin, begin + share))
-            begin += share
-            if 1.0 - begin < 1e-9:
-                begin = 1.0
-                current[-1] = (atom, current[-1][1], 1.0)
+            end = 1.0 if begin + share > 1.0 - 1e-9 else begin + share
+            stages[-1].append((atom, begin, end))
             room -= atom.cost * share
-    stages.append(current)
-    return stages if len(stages) == pp else None
+            begin = end
+    return stages if len(stages) == pp and stages[-1] else None
 
 
-def _num_pieces(line: list[Atom]) -> int:
+def _share(atom: Atom, left: float, room: float, needed: int) -> float:
+    """How much of what is left of an atom goes into `room`; 0 when it does not fit.
+
+    Of the loop, enough is kept back for `needed` later stages that nothing else could fill.
+    """
+    if atom.kind != "loop":
+        return left if atom.cost <= room * (1 + 1e-9) else 0.0
+    share = min(left, room / atom.cost, left - SMALLEST_SHARE * max(0, needed))
+    return share if share >= min(SMALLEST_SHARE, left) - 1e-9 else 0.0
+
+
+def _most(line: list[Atom]) -> int:
     """Most stages that these atoms can fill."""
     return sum(round(1 / SMALLEST_SHARE) if atom.kind == "loop" else 1 for atom in line)
 
@@ -157,15 +154,14 @@ ITEM = re.compile(r"(embedding|prelude|core|coda|head)(?::([\d.]+)(?:-(\d+))?)?"
 
 
 def _parse_layout(model: ModelConfig, line: list[Atom], layout: str, pp: int) -> list[Stage]:
-    """`prelude | core | coda` or `prelude:0-1 | core:0.5 | core:0.5,coda`: stages from left to right.
+    """`prelude | core | coda` or `prelude:0-1 | core:0.5 | core:0.5,coda`, from left to right.
 
-    `core:0.5` is that share of the loop's work; `prelude:0-1` are layers; embedding and head may be
-    left out, they belong to the first and the last stage.
+    `core:0.5` is that share of the loop's work; `prelude:0-1` are layers. Embedding and head belong
+    to the first and the last stage and may be left out.
     """
     names = layout.split("|")
     if len(names) != pp:
         raise _layout_error(layout, f"has {len(names)} stages, but parallel.pp is {pp}")
-    atoms = {(atom.kind, atom.index): atom for atom in line}
     stages: list[Taken] = []
     done = 0.0
     for text in names:
@@ -174,23 +170,29 @@ def _parse_layout(model: ModelConfig, line: list[Atom], layout: str, pp: int) ->
             match = ITEM.fullmatch(item)
             if match is None:
                 raise _layout_error(layout, f"has {item!r}, which is no part of a model")
-            kind, first, last = match.groups()
-            if kind == "core":
-                end = 1.0 if first is None else done + float(first)
-                end = 1.0 if abs(end - 1.0) < 1e-6 else end
-                taken.append((atoms["loop", 0], done, end))
-                done = end
-            elif kind in ("prelude", "coda"):
-                count = sum(k == kind for k, _ in atoms)
-                begin = 0 if first is None else int(first)
-                end = count - 1 if first is None else int(last or first)
-                taken += [
-                    (atoms[kind, i], 0.0, 1.0) for i in range(begin, end + 1) if (kind, i) in atoms
-                ]
+            pieces = _named_pieces(line, *match.groups(), done=done)
+            taken += pieces
+            done = max([done, *(end for atom, _, end in pieces if atom.kind == "loop")])
         stages.append(taken)
-    stages[-1].append((atoms["head", 0], 0.0, 1.0))
+    stages[-1] += [(atom, 0.0, 1.0) for atom in line if atom.kind == "head"]
     _check_complete(layout, line, stages)
     return [_stage(model, taken, first=i == 0) for i, taken in enumerate(stages)]
+
+
+def _named_pieces(
+    line: list[Atom], kind: str, first: str | None, last: str | None, *, done: float
+) -> Taken:
+    """What one item of a layout names; `done` is the share of the loop that is taken already."""
+    if kind in ("embedding", "head"):
+        return []
+    atoms = [atom for atom in line if atom.kind == ("loop" if kind == "core" else kind)]
+    if kind == "core":
+        end = 1.0 if first is None else done + float(first)
+        return [(atom, done, 1.0 if abs(end - 1.0) < 1e-6 else end) for atom in atoms]
+    if first is not None:
+        wanted = range(int(first), int(last or first) + 1)
+        atoms = [atom for atom in atoms if atom.index in wanted]
+    return [(atom, 0.0, 1.0) for atom in atoms]
 
 
 def _check_complete(layout: str, line: list[Atom], stages: list[Taken]) -> None:
