@@ -107,7 +107,7 @@ def plan_ownership(stages: Sequence[Sequence[Item]], stage: int, num_ranks: int)
     """
     items = {item.spec.name: item for stage_items in stages for item in stage_items}
     share = max(_numel_of(stage_items) for stage_items in stages) / num_ranks
-    for pieces_per_rank in (0, 1, 2, 4, 8, 16, 32):  # a table that stays whole has its gradient in place
+    for pieces_per_rank in (0, 1, 2, 4, 8, 16, 32):  # whole tables have their gradients in place
         limit = share / pieces_per_rank if pieces_per_rank else math.inf
         parts = [part for item in items.values() for part in _cut(item, limit=max(1, limit))]
         owners, fullest = _assign(parts, num_stages=len(stages), num_ranks=num_ranks)
