@@ -11,20 +11,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import sys
 
 from megaparcae.errors import run_command
-
-TYPES = {
-    "auto": "",
-    "bpe": ".json",
-    "HuggingFaceTokenizer": ".json",
-    "sentencepiece": ".model",
-    "SentencePieceTokenizer": ".model",
-    "GPTSentencePieceTokenizer": ".model",
-    "Llama2Tokenizer": ".model",
-}
 
 
 def parse() -> argparse.Namespace:
@@ -35,7 +24,7 @@ def parse() -> argparse.Namespace:
     add("--input", nargs="+", required=True, help="files, folders, globs, - or hf:NAME")
     add("--output-prefix", required=True, help="start of the output names")
     add("--tokenizer-model", required=True, help=".model, tokenizer.json or the folder of one")
-    add("--tokenizer-type", default="auto", choices=TYPES, help="default: by the file's ending")
+    add("--tokenizer-type", default="auto", help="bpe, sentencepiece or Megatron's name")
     add("--json-keys", nargs="+", default=["text"], help="keys or columns, one shard each")
     add("--append-eod", action="store_true", help="end every document with the end-of-text token")
     add("--keep-empty", action="store_true", help="keep empty documents (a lone end-of-text)")
@@ -52,30 +41,23 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    from megaparcae.data.inputs import parse_separator
     from megaparcae.data.parts import PartSettings
     from megaparcae.data.preprocess import PreprocessOptions, preprocess
     from megaparcae.data.report import write_summary
-    from megaparcae.data.tokenizer import load_tokenizer
-    from megaparcae.errors import UserError
+    from megaparcae.data.tokenizer import load_tokenizer, require_type
     from megaparcae.log import setup_logging
 
     setup_logging()
     tokenizer = load_tokenizer(args.tokenizer_model)
-    if not str(tokenizer.path).endswith(TYPES[args.tokenizer_type]):
-        raise UserError(
-            f"--tokenizer-type {args.tokenizer_type} does not fit {tokenizer.path}; leave the type "
-            "out or give the other file"
-        )
+    require_type(tokenizer, args.tokenizer_type)
     settings = PartSettings(
-        tuple(args.json_keys),
-        args.append_eod,
-        args.keep_empty,
-        args.on_error == "skip",
-        args.dtype,
+        keys=tuple(args.json_keys),
+        append_eod=args.append_eod,
+        keep_empty=args.keep_empty,
+        skip_errors=args.on_error == "skip",
+        dtype=args.dtype,
     )
-    separator = args.separator
-    if separator:
-        separator = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
     options = PreprocessOptions(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
@@ -83,15 +65,11 @@ def main() -> None:
         num_workers=args.workers,
         input_format=args.input_format,
         split=args.split,
-        separator=separator.encode() if separator else None,
+        separator=parse_separator(args.separator),
         resume=args.resume,
         quiet=args.quiet,
     )
-    summary = preprocess(options, tokenizer)
-    usage = [
-        resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    ]
-    write_summary(sys.stdout, summary, tokenizer, usage)
+    write_summary(sys.stdout, preprocess(options, tokenizer), tokenizer)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def open_decompressed(path: str, stored: BinaryIO) -> BinaryIO:
         except ImportError:
             raise UserError(f"{path}: reading .zst needs `pip install zstandard`") from None
         reader = zstandard.ZstdDecompressor().stream_reader(stored, read_across_frames=True)
-        return io.BufferedReader(reader, 1 << 20)  # type: ignore[arg-type]
+        return io.BufferedReader(reader, 1 << 20)
     return stored
 
 

@@ -8,7 +8,7 @@ here; `first_difference` compares the two on text.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tiktoken
@@ -33,7 +33,7 @@ class NotConvertible(Exception):
     """Why a tokenizer.json cannot run under tiktoken."""
 
 
-def to_tiktoken(definition: dict) -> tiktoken.Encoding:
+def to_tiktoken(definition: dict[str, Any]) -> tiktoken.Encoding:
     """The encoding of a parsed tokenizer.json; raises NotConvertible with the reason."""
     pattern = _split_pattern(definition)
     model = definition["model"]
@@ -79,7 +79,7 @@ def byte_characters() -> dict[str, int]:
     return table | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def _split_pattern(definition: dict) -> str:
+def _split_pattern(definition: dict[str, Any]) -> str:
     match definition.get("pre_tokenizer"):
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return GPT2_SPLIT
@@ -95,7 +95,7 @@ def _split_pattern(definition: dict) -> str:
                 {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
             ],
         }:
-            return pattern
+            return str(pattern)
         case _:
             raise NotConvertible("its pre-tokenizer is not one split pattern over bytes")
 
@@ -115,7 +115,7 @@ def _ranks(vocabulary: dict[str, int], specials: dict[str, int]) -> dict[bytes, 
     return ranks
 
 
-def _check_merge_order(vocabulary: dict[str, int], merges: list) -> None:
+def _check_merge_order(vocabulary: dict[str, int], merges: list[Any]) -> None:
     """The ids of merge results must rise with the rank of the merge."""
     last = -1
     for merge in merges:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from megaparcae.errors import UserError
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {
+DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8),
     2: np.dtype(np.int8),
     3: np.dtype(np.int16),
@@ -84,6 +85,7 @@ class IndexedDataset:
         self.document_indices = raw[start : start + 8 * num_borders].view(np.int64)
         self.sidecar = _read_sidecar(self.prefix)
         self._check_files_belong_together()
+        self.tokens: np.ndarray
         if self.bin_path.stat().st_size:
             self.tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
         else:
@@ -144,7 +146,7 @@ class IndexedDataset:
         if self.sidecar:
             self._check_fingerprints(self.sidecar)
 
-    def _check_fingerprints(self, sidecar: dict) -> None:
+    def _check_fingerprints(self, sidecar: dict[str, Any]) -> None:
         for kind, path in (("bin", self.bin_path), ("idx", self.idx_path)):
             recorded = sidecar.get("files", {}).get(kind, {}).get("quick")
             if recorded is not None and recorded != quick_fingerprint(path):
@@ -209,7 +211,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
             f"{path} has {size} bytes, {num_sequences} documents take {expected}: something was "
             "appended or the header is damaged; preprocess again"
         )
-    return DTYPES[code], num_sequences, num_borders
+    return DTYPES[code], int(num_sequences), int(num_borders)
 
 
 def _cut_short(path: Path, size: int, need: str) -> ShardError:
@@ -219,7 +221,7 @@ def _cut_short(path: Path, size: int, need: str) -> ShardError:
     )
 
 
-def _read_sidecar(prefix: str) -> dict | None:
+def _read_sidecar(prefix: str) -> dict[str, Any] | None:
     """Contents of `{prefix}.json`, or None for a shard without one."""
     path = with_suffix(prefix, ".json")
     if not path.is_file():

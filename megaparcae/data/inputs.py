@@ -54,6 +54,13 @@ def find_sources(inputs: Sequence[str], format: str = "auto", split: str = "trai
     return sources
 
 
+def parse_separator(text: str | None) -> bytes | None:
+    """Bytes of --separator, in which the backslash sequences of Python may stand for characters."""
+    if not text:
+        return None
+    return text.encode("latin-1", "backslashreplace").decode("unicode_escape").encode()
+
+
 def _expand(value: str, format: str, split: str) -> list[Source]:
     if value == STDIN:
         return [Source(STDIN, "jsonl" if format == "auto" else format, 0)]  # type: ignore[arg-type]

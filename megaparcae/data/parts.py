@@ -200,6 +200,6 @@ def _write(path: Path, part: Part, arrays: list[tuple[np.ndarray, np.ndarray]]) 
     with temporary.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for lengths, tokens in arrays:
-            file.write(lengths)
-            file.write(tokens)
+            file.write(lengths.data)
+            file.write(tokens.data)
     temporary.replace(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -82,7 +83,7 @@ def _write_documents(shard: IndexedDataset, first: int, last: int, output: str) 
         writer.close(sidecar)
 
 
-def _merged_sidecar(shards: Sequence[IndexedDataset]) -> dict | None:
+def _merged_sidecar(shards: Sequence[IndexedDataset]) -> dict[str, Any] | None:
     """Sums of the parts' records; None when a part has none."""
     records = [shard.sidecar for shard in shards if shard.sidecar is not None]
     if len(records) < len(shards):
@@ -103,7 +104,8 @@ def _merged_sidecar(shards: Sequence[IndexedDataset]) -> dict | None:
 
 
 def _tokenizer(shard: IndexedDataset, name: str) -> str | int | None:
-    return (shard.sidecar or {}).get("tokenizer", {}).get(name)
+    value: str | int | None = (shard.sidecar or {}).get("tokenizer", {}).get(name)
+    return value
 
 
 def _require_free(inputs: Sequence[str], output: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -32,8 +33,12 @@ class SourceRecord:
     def as_dict(self) -> dict[str, int | str]:
         """For the sidecar."""
         fingerprint = self._digest.hexdigest()
-        values = {"path": self.path, "bytes": self.bytes, "documents": self.documents}
-        return {**values, "fingerprint": fingerprint}
+        return {
+            "path": self.path,
+            "bytes": self.bytes,
+            "documents": self.documents,
+            "fingerprint": fingerprint,
+        }
 
 
 @dataclass
@@ -65,7 +70,7 @@ def build_sidecar(
     append_eod: bool,
     tokenizer: Tokenizer,
     sources: Sequence[SourceRecord],
-) -> dict:
+) -> dict[str, Any]:
     """Contents of the sidecar of a new shard; the writer adds `files` (bytes and checksums)."""
     records = [source.as_dict() for source in sources]
     together = hashlib.sha256("".join(str(r["fingerprint"]) for r in records).encode())

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,11 +19,22 @@ from megaparcae.errors import UserError
 from megaparcae.log import logger
 
 if TYPE_CHECKING:
+    import tiktoken
     import tokenizers
 
 BOS_NAMES = ("<|bos|>", "<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>")
 EOS_NAMES = ("<|eos|>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eod|>", "<eod>")
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]")
+TYPES = {
+    "auto": "",
+    "bpe": "bpe",
+    "HuggingFaceTokenizer": "bpe",
+    "sentencepiece": "sentencepiece",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+}
+"""Names of --tokenizer-type, Megatron's among them, and the kind each means."""
 
 
 class Tokenizer(Protocol):
@@ -89,7 +100,8 @@ class SentencePieceTokenizer:
         return self.eos_id
 
     def encode(self, text: str) -> list[int]:
-        return self.model.EncodeAsIds(text)
+        ids: list[int] = self.model.EncodeAsIds(text)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.model.EncodeAsNumpy(text) for text in texts]
@@ -130,7 +142,7 @@ class BPETokenizer:
         self.bos_id = _find(known, names.get("bos_token"), BOS_NAMES)
         self.eos_id = _find(known, names.get("eos_token"), EOS_NAMES)
         self.pad_id = _find(known, names.get("pad_token"), PAD_NAMES)
-        self.encoding = None
+        self.encoding: tiktoken.Encoding | None = None
         self.engine = "tokenizers"
         if fast:
             self._convert(definition)
@@ -164,7 +176,7 @@ class BPETokenizer:
         if text is not None:
             self._fall_back(f"the two engines give other ids for {text[:60]!r}")
 
-    def _convert(self, definition: dict) -> None:
+    def _convert(self, definition: dict[str, Any]) -> None:
         try:
             self.encoding = engines.to_tiktoken(definition)
         except engines.NotConvertible as reason:
@@ -188,6 +200,17 @@ def load_tokenizer(path: str | Path, fast: bool = True) -> Tokenizer:
     if file.suffix == ".json":
         return BPETokenizer(file, fast)
     return SentencePieceTokenizer(file)
+
+
+def require_type(tokenizer: Tokenizer, name: str) -> None:
+    """Refuse a --tokenizer-type that is not the kind of the file; our names and Megatron's."""
+    if name not in TYPES:
+        raise UserError(f"--tokenizer-type {name}: choose one of {', '.join(TYPES)}")
+    if TYPES[name] not in ("", tokenizer.kind):
+        raise UserError(
+            f"--tokenizer-type {name} does not fit {tokenizer.path}, which is a {tokenizer.kind} "
+            "file; leave the type out or give the other file"
+        )
 
 
 def file_hash(path: Path) -> str:
@@ -215,9 +238,9 @@ def _model_file(path: Path) -> Path:
     )
 
 
-def _read_json(path: Path) -> dict:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        definition = json.loads(path.read_bytes())
+        definition: dict[str, Any] = json.loads(path.read_bytes())
         if isinstance(definition["model"]["vocab"], dict):
             return definition
     except (ValueError, KeyError, TypeError):

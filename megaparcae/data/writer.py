@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -40,12 +40,13 @@ class HashingFile:
 
     def write(self, data: bytes | np.ndarray) -> None:
         """Append; OSError (disk full) leaves with the file's name in it."""
+        view = data.data if isinstance(data, np.ndarray) else memoryview(data)
         try:
-            self._file.write(data)
+            self._file.write(view)
         except OSError as error:
             raise _named(error, self.path) from None
-        self._digest.update(data)
-        self.size += memoryview(data).nbytes
+        self._digest.update(view)
+        self.size += view.nbytes
 
     def close(self, sync: bool = True) -> None:
         """Flush to the disk and close."""
@@ -126,7 +127,7 @@ class IndexedWriter:
         self.num_tokens += shard.num_tokens
         self.num_documents += shard.num_documents
 
-    def close(self, sidecar: dict | None = None) -> None:
+    def close(self, sidecar: dict[str, Any] | None = None) -> None:
         """Write the index, then the sidecar (with `files`), then give all three their names."""
         self._bin.close()
         self._lengths.close(sync=False)
