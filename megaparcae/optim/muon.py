@@ -96,9 +96,10 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     norms = matrices.square().sum(-1, keepdim=True).sum(-2, keepdim=True).sqrt()
     x = (matrices / (NORM_MARGIN * norms + 1e-6)).to(dtype)
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
     for a, b, c in POLAR_EXPRESS:
-        square = x @ x.mT
+        square = x.mT @ x if tall else x @ x.mT
         polynomial = torch.baddbmm(square, square, square, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if tall else x
+        # A tall X is multiplied from the right, not transposed: its layout in memory stays.
+        factors = (x, polynomial) if tall else (polynomial, x)
+        x = torch.baddbmm(x, *factors, beta=a)
+    return x
