@@ -115,7 +115,8 @@ def write_model_tensors(folder: str | Path, tensors: LazyTensors) -> None:
     _quietly(
         dcp_save,
         empty,
-        storage_writer=FileSystemWriter(folder, thread_count=1, sync_files=True),
+        # A file per tensor: within a file torch keeps all its tensors until it is complete.
+        storage_writer=FileSystemWriter(folder, single_file_per_rank=False, thread_count=1),
         planner=_StreamingPlanner(tensors),
         no_dist=True,
     )

@@ -9,10 +9,12 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megaparcae.checkpoint.model_tensors import LazyTensors
 from megaparcae.errors import UserError
@@ -42,16 +44,34 @@ def read_safetensors(folder: Path) -> LazyTensors:
 
 
 def read_torch_file(path: Path) -> LazyTensors:
-    """The tensors of a torch file, mapped into memory; also those below `model` or `state_dict`."""
-    try:
-        data = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise UserError(f"{path} can't be read as a torch file ({error}); copy it again") from error
+    """The tensors of a torch file; those below `model` or `state_dict` when it has such a key."""
+    data = _layout(path)
     for key in ("model", "state_dict"):
         if isinstance(data, dict) and isinstance(data.get(key), dict):
             data = data[key]
     tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
-    return LazyTensors({name: tuple(t.shape) for name, t in tensors.items()}, tensors.__getitem__)
+
+    def load(name: str) -> Tensor:
+        tensor = tensors[name]
+        storage = tensor.untyped_storage()
+        content = bytearray(storage.nbytes())
+        with path.open("rb") as file:
+            file.seek(storage._checkpoint_offset)
+            if file.readinto(content) != len(content):
+                raise UserError(f"{path} ends inside {name}; copy it again")
+        flat = torch.frombuffer(content, dtype=tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return LazyTensors({name: tuple(t.shape) for name, t in tensors.items()}, load)
+
+
+def _layout(path: Path) -> Any:
+    """A torch file's content with fake tensors, which know where in the file their bytes are."""
+    try:
+        with FakeTensorMode():
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise UserError(f"{path} can't be read as a torch file ({error}); copy it again") from error
 
 
 def write_safetensors(
@@ -122,11 +142,7 @@ def write_torch_file(
     with torch.serialization.skip_data():
         torch.save(empty, path)
     del empty
-    places = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    base = min(t.data_ptr() for t in places.values())
-    first = _first_record(path)
-    offsets = {name: t.data_ptr() - base + first for name, t in places.items()}
-    del places
+    offsets = {n: t.untyped_storage()._checkpoint_offset for n, t in _layout(path).items()}
     with path.open("r+b") as file:
         for name in shapes:
             file.seek(offsets[name])
@@ -134,13 +150,6 @@ def write_torch_file(
                 file.write(piece)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _first_record(path: Path) -> int:
-    """Where the first storage's bytes begin."""
-    reader = torch._C.PyTorchFileReader(str(path))
-    records = [name for name in reader.get_all_records() if name.startswith("data/")]
-    return min(reader.get_record_offset(name) for name in records)
 
 
 def tensor_bytes(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:

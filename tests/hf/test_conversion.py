@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ import torch
 from golden_models import hf_model, meta, tensors
 from test_export import FP32, RDM, SMALL, lazy, random_weights
 
-from megaparcae.checkpoint.model_tensors import read_model_tensors, read_run_config
+from megaparcae.checkpoint.model_tensors import (
+    LazyTensors,
+    read_model_tensors,
+    read_run_config,
+    write_model_tensors,
+)
 from megaparcae.config.schema import ModelConfig
 from megaparcae.errors import UserError
 from megaparcae.hf.config import from_hf_config, to_hf_config
@@ -249,3 +255,31 @@ def test_untied_and_tied_heads_must_fit_the_configuration(tmp_path: Path) -> Non
     with pytest.raises(UserError, match="tie_embeddings"):
         load_folder(folder)
     assert lazy(weights).shapes
+
+
+@pytest.mark.parametrize("kind", ["hf", "official", "checkpoint"])
+def test_no_more_than_one_tensor_and_its_copy_is_held(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaparcae.hf.verify.RESIDENT_BYTES", 0)
+    config = dataclasses.replace(SMALL, num_kv_heads=4, value_embeddings=True)
+    weights, alive = random_weights(config), weakref.WeakSet()
+    most = 0
+
+    def load(name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = weights[name].clone()
+        alive.add(tensor)
+        most = max(most, sum(t.numel() for t in alive))
+        return tensor
+
+    counted = LazyTensors(weights.shapes, load)
+    match kind:
+        case "hf":
+            export_hf(counted, config, None, tmp_path / "out", FP32)
+        case "official":
+            export_official(counted, config, tmp_path / "out", FP32)
+        case _:
+            write_model_tensors(tmp_path / "out", counted)
+    largest = max(w.numel() for w in weights.values())
+    assert most <= 2 * largest
