@@ -418,6 +418,8 @@ class CheckpointConfig:
     """Keep every checkpoint whose step is a multiple of this; 0 is off."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue from the newest complete checkpoint when there is one."""
+    init_from: str | None = None
+    """Checkpoint folder whose weights a new run starts from, without its optimizer states."""
     override_schedule: bool = False
     """Resume with changed optimizer or schedule options; otherwise a difference is an error."""
 

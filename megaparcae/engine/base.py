@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from megaparcae.parallel.shard import Fragment
+
 MicroBatch = Any
 """Opaque here: whatever the model's forward takes."""
 
@@ -32,4 +34,20 @@ class Engine(Protocol):
 
     def grad_norm(self) -> float:
         """Global gradient norm of the last step, before clipping."""
+        ...
+
+    def owned_fragments(self) -> list[Fragment]:
+        """Weights and states that this rank writes into a checkpoint."""
+        ...
+
+    def local_fragments(self) -> list[Fragment]:
+        """Weights and states that this rank needs from one; their storage exists."""
+        ...
+
+    def step_count(self) -> int:
+        """Updates made, skipped steps not counted."""
+        ...
+
+    def finish_load(self, updates: int) -> None:
+        """All local fragments have been filled in place."""
         ...

@@ -24,9 +24,16 @@ from torch.optim import Optimizer
 
 from megaparcae.config.layout import Part
 from megaparcae.engine.base import MicroBatch
+from megaparcae.engine.fragments import (
+    finish_load,
+    local_fragments,
+    owned_fragments,
+    prepare_load,
+    step_count,
+)
 from megaparcae.parallel.mesh import Mesh
 from megaparcae.parallel.sequence import sum_partial_gradients_as_produced
-from megaparcae.parallel.shard import spec_of
+from megaparcae.parallel.shard import Fragment, spec_of
 
 
 class StageModule(nn.Module):
@@ -140,6 +147,19 @@ class PipelineEngine:
 
     def grad_norm(self) -> float:
         return float(self.deepspeed.get_global_grad_norm())
+
+    def owned_fragments(self) -> list[Fragment]:
+        return owned_fragments(self.module.parameters(), self.optimizer, self.mesh)
+
+    def local_fragments(self) -> list[Fragment]:
+        prepare_load(self.optimizer)
+        return local_fragments(self.module.parameters(), self.optimizer, self.mesh)
+
+    def step_count(self) -> int:
+        return step_count(self.optimizer)
+
+    def finish_load(self, updates: int) -> None:
+        finish_load(self.optimizer, updates)
 
     def _load(self, batches: Sequence[MicroBatch], loss_scale: float) -> None:
         self.stage.queue.clear()  # a step that was cut short leaves some

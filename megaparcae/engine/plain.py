@@ -12,9 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megaparcae.engine.base import MicroBatch
+from megaparcae.engine.fragments import (
+    finish_load,
+    local_fragments,
+    owned_fragments,
+    prepare_load,
+    step_count,
+)
 from megaparcae.engine.mpu import ModelParallelUnit
 from megaparcae.parallel.mesh import Mesh
 from megaparcae.parallel.sequence import sum_partial_gradients_as_produced
+from megaparcae.parallel.shard import Fragment
 
 
 class PlainEngine:
@@ -68,6 +76,19 @@ class PlainEngine:
 
     def grad_norm(self) -> float:
         return float(self.deepspeed.get_global_grad_norm())
+
+    def owned_fragments(self) -> list[Fragment]:
+        return owned_fragments(self.module.parameters(), self.optimizer, self.mesh)
+
+    def local_fragments(self) -> list[Fragment]:
+        prepare_load(self.optimizer)
+        return local_fragments(self.module.parameters(), self.optimizer, self.mesh)
+
+    def step_count(self) -> int:
+        return step_count(self.optimizer)
+
+    def finish_load(self, updates: int) -> None:
+        finish_load(self.optimizer, updates)
 
     def _sum_over_dp(self, value: Tensor) -> Tensor:
         if self.mesh.dp.group is not None:

@@ -67,3 +67,43 @@ def set_spec(parameter: nn.Parameter, spec: ShardSpec) -> None:
 def spec_of(parameter: Tensor) -> ShardSpec:
     """The record of a parameter that has been laid out."""
     return parameter.shard_spec  # type: ignore[attr-defined,no-any-return]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A rectangle of a full tensor that lives on this rank: what checkpoints are made of."""
+
+    name: str
+    """`model.` or `optimizer.<state>.` and the canonical name."""
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    """Index of its first element in the full tensor."""
+    tensor: Tensor
+    """A view of live storage."""
+
+
+def flat_fragments(name: str, spec: ShardSpec, start: int, flat: Tensor) -> list[Fragment]:
+    """Elements [start, start + len(flat)) of a parameter's local slice, in row-major order.
+
+    A flat range is at most three rectangles: the rest of a row, whole rows, the begin of a row.
+    """
+    shape = spec.local_shape
+    width = 1
+    for size in shape[1:]:
+        width *= size
+    fragments, done = [], 0
+    while done < flat.numel():
+        row, column = divmod(start + done, width)
+        left = flat.numel() - done
+        count = min(width - column, left) if column or left < width else left // width * width
+        rectangle = (1, count) if column or count < width else (count // width, width)
+        piece = flat.narrow(0, done, count).view(rectangle)
+        if len(shape) == 1:
+            piece, at = piece.view(-1), (row,)
+        else:
+            assert len(shape) == 2, f"{name} has {len(shape)} dimensions"
+            at = (row, column)
+        offset = tuple(a + b for a, b in zip(spec.offset, at, strict=True))
+        fragments.append(Fragment(name, spec.full_shape, offset, piece))
+        done += count
+    return fragments

@@ -38,7 +38,7 @@ class Trainer:
             validation=validation_data,
             device=run.process.device,
         )
-        self.checkpoints = CheckpointManager(config, run.mesh)
+        self.checkpoints = CheckpointManager(config, run.plan.global_batch)
         self.stop = StopRequest(run.process.device)
         self.guard = SkipGuard(config.train.max_skipped_steps)
         name = torch.cuda.get_device_name() if run.process.device.type == "cuda" else "CPU"
@@ -128,9 +128,10 @@ class Trainer:
     def save(self, step: int) -> None:
         """Write a checkpoint; all ranks together."""
         path = self.checkpoints.save(step, self.run.engine)
-        for sink in self.sinks:
-            sink.write({"kind": "checkpoint", "step": step, "path": str(path)})
-        logger.info("saved %s", path)
+        if path is not None:
+            logger.info("saved %s", path)
+            for sink in self.sinks:
+                sink.write({"kind": "checkpoint", "step": step, "path": str(path)})
         self.clock.skip()
 
 
