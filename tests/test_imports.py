@@ -26,7 +26,7 @@ ALLOWED = {
 
 STAND_ALONE = tuple(
     f"hf/{part}_parcae.py"
-    for part in ("configuration", "cache", "blocks", "early_exit", "modeling")
+    for part in ("configuration", "cache", "decode", "blocks", "early_exit", "modeling")
 )
 """Copied into every export, so they stand alone."""
 

@@ -58,6 +58,16 @@ class LoopCacheLayer(CacheLayerMixin):
         self.length = end
         return self.read(end, rows)
 
+    def append_token(self, key: Tensor, value: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """`update` for one position [B, G, 1, hd] of all rows, with fewer calls."""
+        if not self.is_initialized or start >= self.keys.shape[2]:
+            return self.update(key, value, start=start)
+        self.length = end = start + 1
+        keys, values = self.keys, self.values
+        keys.narrow(2, start, 1).copy_(key)
+        values.narrow(2, start, 1).copy_(value)
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+
     def read(self, end: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `end` positions; all N with a static shape."""
         keys, values = self.keys, self.values

@@ -54,7 +54,7 @@ def export_checkpoint(
 
 
 def import_checkpoint(loaded: Loaded, output: str | Path, *, force: bool) -> Path:
-    """Write a loaded model as step 0 of a run: weights, and config.yaml to train on from."""
+    """Write a loaded model as weights of a checkpoint, and a config.yaml that trains from them."""
     output = Path(output)
     if any(output.glob("step_*")) and not force:
         raise UserError(f"{output} holds checkpoints already; choose another --output or --force")

@@ -37,6 +37,7 @@ from megaparcae.log import logger
 CODE = (
     "configuration_parcae.py",
     "cache_parcae.py",
+    "decode_parcae.py",
     "blocks_parcae.py",
     "early_exit_parcae.py",
     "modeling_parcae.py",

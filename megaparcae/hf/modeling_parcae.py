@@ -202,7 +202,21 @@ class ParcaeModel(ParcaePreTrainedModel):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        return Context(cos, sin, attend, mask, rows, cache, start, attention_kwargs=kwargs)
+        context = Context(cos, sin, attend, mask, rows, cache, start, attention_kwargs=kwargs)
+        if self.decodes_fast(x, context):
+            context.plans = {}
+        return context
+
+    def decodes_fast(self, x: Tensor, context: Context) -> bool:
+        """One new token per row, our cache, no padding, no gradient: see decode_parcae.py."""
+        return (
+            x.shape[1] == 1
+            and context.mask is None
+            and not torch.is_grad_enabled()
+            and isinstance(context.cache, ParcaeCache)
+            and not context.cache.static
+            and self.config._attn_implementation == "sdpa"
+        )
 
     def run_looped(
         self,
