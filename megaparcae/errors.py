@@ -37,5 +37,7 @@ def run_command(main: Callable[[], int | None]) -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    """Say it once: what is wrong with the options, every rank of a run finds out."""
+    if code != 2 or os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
     return code
