@@ -41,13 +41,15 @@ class Plan(NamedTuple):
 def make_plan(block: nn.Module) -> Plan | None:
     """The plan of a ParcaeBlock; None when something in it isn't a plain module."""
     attention, mlp = block.attention, block.mlp
+    norms = (block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm)
     matrices = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     matrices += [m for m in (attention.value_gate, mlp.gate_proj) if m is not None]
     matrices += [mlp.up_proj, mlp.down_proj]
-    plain = all(type(m) is nn.Linear and m.bias is None for m in matrices)
-    if not plain or any(_has_hooks(m) for m in block.modules() if m is not block):
+    if not all(type(m) is nn.Linear and m.bias is None for m in matrices):
         return None
-    norms = (block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm)
+    for module in (attention, mlp, *matrices, *norms):
+        if module is not None and (module._forward_hooks or module._forward_pre_hooks):
+            return None
     has_bias = attention.q_bias is not None
     return Plan(
         norms=tuple(None if norm is None else norm.weight for norm in norms),
@@ -68,10 +70,6 @@ def make_plan(block: nn.Module) -> Plan | None:
         qk_norm=attention.qk_norm,
         scale=block.scale,
     )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def decode_block(
