@@ -16,6 +16,7 @@ import megaparcae
 from megaparcae.checkpoint.compatibility import check_same_run
 from megaparcae.checkpoint.storage import (
     find_damage,
+    newest_folder,
     read_folder,
     read_meta,
     write_folder,
@@ -193,22 +194,3 @@ class CheckpointManager:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
-
-
-def newest_folder(path: str | Path) -> Path:
-    """A checkpoint folder from its own path or its run's.
-
-    Raises UserError when there is none, or it is damaged.
-    """
-    path = Path(path)
-    folder = path if (path / ".metadata").is_file() else None
-    if folder is None:
-        complete = sorted(path.glob("step_*/.metadata"))
-        if not complete:
-            raise UserError(
-                f"{path} holds no checkpoint; name a run's folder or one of its step_* folders"
-            )
-        folder = complete[-1].parent
-    if (folder / "meta.json").is_file() and (damage := find_damage(folder)) is not None:
-        raise UserError(f"{folder} is damaged ({damage}); use another step")
-    return folder

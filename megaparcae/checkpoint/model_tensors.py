@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from megaparcae.checkpoint.storage import CONFIG, SafeReader
 from megaparcae.config.load import load_config
 from megaparcae.config.schema import RunConfig
 from megaparcae.errors import UserError
 
 PREFIX = "model."
-CONFIG = "config.yaml"
 
 Shape = tuple[int, ...]
 
@@ -50,20 +50,6 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self.shapes)
 
 
-def checkpoint_folder(path: str | Path) -> Path:
-    """The step_XXXXXXXX folder that a path means: itself, or the newest one of a run."""
-    path = Path(path)
-    if (path / ".metadata").is_file():
-        return path
-    steps = sorted(path.glob("step_*/.metadata"))
-    if not steps:
-        raise UserError(
-            f"{path} has no complete checkpoint (step_XXXXXXXX/.metadata); name the run's "
-            "folder or one of its step_XXXXXXXX folders"
-        )
-    return steps[-1].parent
-
-
 def read_run_config(folder: Path) -> RunConfig:
     """The configuration saved in a checkpoint folder, or beside it."""
     for path in (folder / CONFIG, folder.parent / CONFIG):
@@ -82,7 +68,7 @@ def read_model_tensors(folder: str | Path) -> LazyTensors:
         raise UserError(
             f"{folder} isn't a checkpoint: it has no .metadata file; name a step_XXXXXXXX folder"
         )
-    reader = FileSystemReader(folder)
+    reader = SafeReader(folder)
     entries = reader.read_metadata().state_dict_metadata
     stored = {
         name.removeprefix(PREFIX): entry

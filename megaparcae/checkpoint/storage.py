@@ -204,6 +204,25 @@ def find_damage(folder: Path, share: int = 0, shares: int = 1) -> str | None:
     return None
 
 
+def newest_folder(path: str | Path) -> Path:
+    """A checkpoint folder from its own path or its run's.
+
+    Raises UserError when there is none, or it is damaged.
+    """
+    path = Path(path)
+    folder = path if (path / ".metadata").is_file() else None
+    if folder is None:
+        complete = sorted(path.glob("step_*/.metadata"))
+        if not complete:
+            raise UserError(
+                f"{path} holds no checkpoint; name a run's folder or one of its step_* folders"
+            )
+        folder = complete[-1].parent
+    if (folder / "meta.json").is_file() and (damage := find_damage(folder)) is not None:
+        raise UserError(f"{folder} is damaged ({damage}); use another step")
+    return folder
+
+
 def write_synced(path: Path, text: str) -> None:
     """Write a small file and wait until it is on disk."""
     path.write_text(text, encoding="utf-8")

@@ -9,11 +9,11 @@ import torch
 
 from megaparcae.checkpoint.model_tensors import (
     CONFIG,
-    checkpoint_folder,
     read_model_tensors,
     read_run_config,
     write_model_tensors,
 )
+from megaparcae.checkpoint.storage import newest_folder
 from megaparcae.config.load import dump_config
 from megaparcae.config.schema import CheckpointConfig, RunConfig
 from megaparcae.errors import UserError
@@ -33,7 +33,7 @@ def export_checkpoint(
     options: ExportOptions,
 ) -> Path:
     """Write a training checkpoint as `hf` or `official` folder; the tokenizer is the run's."""
-    folder = checkpoint_folder(checkpoint)
+    folder = newest_folder(checkpoint)
     run = read_run_config(folder)
     tensors = read_model_tensors(folder)
     logger.info("%s: %d tensors", folder, len(tensors))
