@@ -117,16 +117,11 @@ class CheckpointManager:
 
     def _begin(self, engine: Checkpointed) -> None:
         """A new run: a folder that can be written, and weights from elsewhere if asked."""
-        if self.is_first:
-            try:
-                self.dir.mkdir(parents=True, exist_ok=True)
-                (self.dir / ".tmp-latest").touch()
-                (self.dir / ".tmp-latest").unlink()
-            except OSError as error:
-                raise UserError(
-                    f"checkpoint.dir={self.dir} can't be written ({error.strerror}); "
-                    "choose a folder that can"
-                ) from error
+        problem = self._broadcast(self._why_unwritable() if self.is_first else None)
+        if problem is not None:
+            raise UserError(
+                f"checkpoint.dir={self.dir} can't be written ({problem}); choose a folder that can"
+            )
         self._write_config()
         source = self.config.checkpoint.init_from
         if source is not None:
@@ -135,22 +130,29 @@ class CheckpointManager:
             engine.finish_load(0)
             logger.info("weights taken from %s", source)
 
+    def _why_unwritable(self) -> str | None:
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            (self.dir / ".tmp-latest").touch()
+            (self.dir / ".tmp-latest").unlink()
+        except OSError as error:
+            return str(error.strerror)
+        return None
+
     def _write_config(self) -> None:
         if self.is_first:
             write_synced(self.dir / "config.yaml", dump_config(self.config))
 
     def _newest_complete(self) -> Path | None:
         """The newest undamaged checkpoint; every rank looks into its share of the files."""
-        for name in self._broadcast([f.name for f in self._folders()]):
-            folder = self.dir / name
+        names: list[str] = self._broadcast([f.name for f in self._folders() if _is_of_a_run(f)])
+        for folder in (self.dir / name for name in names):
             rank = dist.get_rank() if dist.is_initialized() else 0
             world = dist.get_world_size() if dist.is_initialized() else 1
-            problems = [None] * world
             mine = find_damage(folder, rank, world)
+            problems: list[str | None] = [mine] * world
             if dist.is_initialized():
                 dist.all_gather_object(problems, mine)
-            else:
-                problems = [mine]
             damage = next((p for p in problems if p is not None), None)
             if damage is None:
                 return folder
@@ -194,3 +196,8 @@ class CheckpointManager:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+
+def _is_of_a_run(folder: Path) -> bool:
+    """Imported weights lie in a folder without meta.json; a damaged one may have lost it."""
+    return (folder / "meta.json").is_file() or folder.name != "step_00000000"

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -40,6 +39,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megaparcae.errors import UserError
 from megaparcae.parallel.shard import Fragment
@@ -86,7 +87,7 @@ class _FragmentLoader(DefaultLoadPlanner):
         items = []
         for name, fragments in self.fragments.items():
             stored = self.metadata.state_dict_metadata.get(name)
-            _check_stored(name, fragments[0], stored)
+            stored = _checked(name, fragments[0], stored)
             chunks = [ChunkStorageMetadata(torch.Size(f.offset), f.tensor.shape) for f in fragments]
             items += create_read_items_for_chunk_list(name, stored, chunks)
         return LoadPlan(items)
@@ -96,7 +97,7 @@ class _FragmentLoader(DefaultLoadPlanner):
         return next(f.tensor for f in self.fragments[index.fqn] if f.offset == offset)
 
 
-def _check_stored(name: str, fragment: Fragment, stored: object) -> None:
+def _checked(name: str, fragment: Fragment, stored: object) -> TensorStorageMetadata:
     if not isinstance(stored, TensorStorageMetadata):
         raise UserError(
             f"the checkpoint has no {name}; resume with the optimizer that saved it, or start from "
@@ -107,6 +108,7 @@ def _check_stored(name: str, fragment: Fragment, stored: object) -> None:
             f"the checkpoint's {name} is {tuple(stored.size)}, but this model's is "
             f"{fragment.full_shape}; use the model options that the checkpoint was saved with"
         )
+    return stored
 
 
 PLAIN_TYPES = (
@@ -136,8 +138,7 @@ class SafeReader(FileSystemReader):
         with (Path(self.path) / ".metadata").open("rb") as file:
             metadata = _Unpickler(file).load()
         assert isinstance(metadata, Metadata)
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
@@ -153,7 +154,7 @@ def write_folder(
         temporary.mkdir(parents=True)
         (temporary / CONFIG).write_text(config_text, encoding="utf-8")
     _barrier()
-    dcp.save(
+    save(
         {},
         storage_writer=FileSystemWriter(temporary, thread_count=1, sync_files=True),
         planner=_FragmentSaver(fragments),
@@ -175,7 +176,7 @@ def write_folder(
 
 def read_folder(folder: Path, fragments: list[Fragment]) -> None:
     """Fill the fragments in place, all ranks together."""
-    dcp.load({}, storage_reader=SafeReader(folder), planner=_FragmentLoader(fragments))
+    load({}, storage_reader=SafeReader(folder), planner=_FragmentLoader(fragments))
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +31,9 @@ def choose_device(wanted: str) -> str:
 
 
 def init_distributed(wanted_device: str) -> Process:
-    """Join the process group that a launcher (deepspeed, torchrun) describes, or be alone."""
+    """Join the process group that RANK, LOCAL_RANK, WORLD_SIZE and MASTER_* describe."""
     kind = choose_device(wanted_device)
     os.environ.setdefault("DS_ACCELERATOR", kind)
-    _fill_environment()
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -49,20 +47,3 @@ def init_distributed(wanted_device: str) -> Process:
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed("nccl" if kind == "cuda" else "gloo", verbose=False)
     return Process(rank, int(os.environ["WORLD_SIZE"]), device)
-
-
-def _fill_environment() -> None:
-    """What launchers set, for a process that was started alone."""
-    env = os.environ
-    env.setdefault("RANK", "0")
-    env.setdefault("LOCAL_RANK", "0")
-    env.setdefault("WORLD_SIZE", "1")
-    env.setdefault("MASTER_ADDR", "127.0.0.1")
-    if "MASTER_PORT" not in env:
-        env["MASTER_PORT"] = str(_free_port() if env["WORLD_SIZE"] == "1" else 29500)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

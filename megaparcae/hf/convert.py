@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 
 from megaparcae.checkpoint.model_tensors import (
-    CONFIG,
     read_model_tensors,
     read_run_config,
     write_model_tensors,
 )
-from megaparcae.checkpoint.storage import newest_folder
+from megaparcae.checkpoint.storage import CONFIG, newest_folder
 from megaparcae.config.load import dump_config
 from megaparcae.config.schema import CheckpointConfig, RunConfig
 from megaparcae.errors import UserError
@@ -58,13 +57,13 @@ def import_checkpoint(loaded: Loaded, output: str | Path, *, force: bool) -> Pat
     output = Path(output)
     if any(output.glob("step_*")) and not force:
         raise UserError(f"{output} holds checkpoints already; choose another --output or --force")
-    run = RunConfig(
-        name=output.name, model=loaded.config, checkpoint=CheckpointConfig(dir=str(output))
-    )
+    weights = output / "step_00000000"
+    checkpoint = CheckpointConfig(dir=str(output), init_from=str(weights))
+    run = RunConfig(name=output.name, model=loaded.config, checkpoint=checkpoint)
     if loaded.tokenizer is not None:
         data = dataclasses.replace(run.data, tokenizer=str(loaded.tokenizer.resolve()))
         run = dataclasses.replace(run, data=data)
-    with new_folder(output / "step_00000000", force=force) as folder:
+    with new_folder(weights, force=force) as folder:
         write_model_tensors(folder, loaded.tensors)
         (folder / CONFIG).write_text(dump_config(run))
     (output / CONFIG).write_text(dump_config(run))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 
 from megaparcae.errors import UserError
@@ -31,7 +32,7 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": "1",
         "LOCAL_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": environ.get("MASTER_PORT", str(DEFAULT_PORT)),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(_free_port()),
     }
 
 
@@ -55,6 +56,13 @@ def tasks_on_node(per_node: str, node: int) -> int:
     if node >= len(counts):
         raise UserError(f"SLURM_STEP_TASKS_PER_NODE={per_node!r} has no entry for node {node}")
     return counts[node]
+
+
+def _free_port() -> int:
+    """For a process that is alone: other runs on the machine may hold the usual one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
