@@ -36,6 +36,10 @@ class Engine(Protocol):
         """Global gradient norm of the last step, before clipping."""
         ...
 
+    def last_step_skipped(self) -> bool:
+        """Whether gradients were not finite, so that no rank updated anything."""
+        ...
+
     def owned_fragments(self) -> list[Fragment]:
         """Weights and states that this rank writes into a checkpoint."""
         ...

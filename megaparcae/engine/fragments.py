@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
@@ -95,6 +97,33 @@ def step_count(optimizer: Optimizer) -> int:
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.step_count
     return max((int(state["step"]) for state in _base(optimizer).state.values()), default=0)
+
+
+def watch_gradients(optimizer: Optimizer) -> None:
+    """Let DeepSpeed skip a step with gradients that are not finite: by itself only in fp16.
+
+    ZeRO-3 looks at the norm at least, but that leaves copies on other tensor-parallel ranks out.
+    """
+    if hasattr(optimizer, "check_grad_overflow"):  # stages 1 and 2
+        optimizer.check_grad_overflow = True
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        optimizer._overflow_check_and_loss_scale_update = partial(_check_stage_3, optimizer)  # type: ignore[attr-defined]
+
+
+def _check_stage_3(optimizer: Any, update_scale: bool = True) -> bool:
+    """What DeepSpeed's method of this name does for fp16."""
+    optimizer.overflow = False
+    optimizer.check_overflow()
+    if update_scale:
+        optimizer._loss_scale_update_and_overflow_cleanup()
+    return bool(optimizer.overflow)
+
+
+def last_step_skipped(optimizer: Optimizer) -> bool:
+    """Whether the last step left weights and states alone, on all ranks together."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.last_step_skipped
+    return bool(optimizer.overflow)  # type: ignore[attr-defined]
 
 
 def prepare_load(optimizer: Optimizer) -> None:

@@ -26,10 +26,12 @@ from megaparcae.config.layout import Part
 from megaparcae.engine.base import MicroBatch
 from megaparcae.engine.fragments import (
     finish_load,
+    last_step_skipped,
     local_fragments,
     owned_fragments,
     prepare_load,
     step_count,
+    watch_gradients,
 )
 from megaparcae.parallel.mesh import Mesh
 from megaparcae.parallel.sequence import sum_partial_gradients_as_produced
@@ -118,6 +120,7 @@ class PipelineEngine:
             self.deepspeed.pipeline_enable_backward_allreduce = False
         self.module = model
         self.optimizer: Optimizer = self.deepspeed.optimizer
+        watch_gradients(self.optimizer)
         self.factor = self.deepspeed.gradient_accumulation_steps() * (
             mesh.dp.size if zero_stage else 1
         )
@@ -147,6 +150,9 @@ class PipelineEngine:
 
     def grad_norm(self) -> float:
         return float(self.deepspeed.get_global_grad_norm())
+
+    def last_step_skipped(self) -> bool:
+        return last_step_skipped(self.optimizer)
 
     def owned_fragments(self) -> list[Fragment]:
         return owned_fragments(self.module.parameters(), self.optimizer, self.mesh)

@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from megaparcae.engine.base import MicroBatch
 from megaparcae.engine.fragments import (
     finish_load,
+    last_step_skipped,
     local_fragments,
     owned_fragments,
     prepare_load,
     step_count,
+    watch_gradients,
 )
 from megaparcae.engine.mpu import ModelParallelUnit
 from megaparcae.parallel.mesh import Mesh
@@ -53,6 +55,7 @@ class PlainEngine:
             self.deepspeed.enable_backward_allreduce = False
         self.module = model
         self.optimizer: Optimizer = self.deepspeed.optimizer
+        watch_gradients(self.optimizer)
         # DeepSpeed averages over dp; our losses are already shares of one mean.
         self.dp_factor = mesh.dp.size if self.zero_stage else 1
 
@@ -76,6 +79,9 @@ class PlainEngine:
 
     def grad_norm(self) -> float:
         return float(self.deepspeed.get_global_grad_norm())
+
+    def last_step_skipped(self) -> bool:
+        return last_step_skipped(self.optimizer)
 
     def owned_fragments(self) -> list[Fragment]:
         return owned_fragments(self.module.parameters(), self.optimizer, self.mesh)

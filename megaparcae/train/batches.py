@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -136,6 +136,8 @@ class BatchMaker:
             host = HostBatch(some, read.tokens, read.document_ids, *depths)
             batch = self._to_device(host, VALIDATION_STEP)
             assert batch.labels is not None
-            batch.labels[torch.from_numpy(some >= total).to(self.device)] = IGNORED
-            batches.append(batch)
+            surplus = torch.from_numpy(some >= total).to(self.device)
+            # not in place: labels and ids are views of the same tokens
+            labels = batch.labels.masked_fill(surplus[:, None], IGNORED)
+            batches.append(replace(batch, labels=labels))
         return batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
@@ -92,8 +91,7 @@ class Trainer:
         loss = float(self.run.engine.train_batch(micro_batches, 1 / self.num_counted))
         norm = self.run.engine.grad_norm()
         n, k = self.batches.depths(step, step_sample_ids(step, self.run.plan.global_batch))
-        skipped = not (math.isfinite(loss) and math.isfinite(norm))
-        self.guard.note(skipped, step + 1)
+        self.guard.note(self.run.engine.last_step_skipped(), step + 1)
         return {
             "kind": "step",
             "step": step + 1,
