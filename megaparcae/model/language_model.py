@@ -16,6 +16,7 @@ from megaparcae.model.attention import AttentionContext, attention_context
 from megaparcae.model.batch import Batch
 from megaparcae.model.blocks import Block
 from megaparcae.model.norm import RMSNorm
+from megaparcae.model.probe import Probe
 from megaparcae.model.recompute import WorkCounter, run_block
 from megaparcae.model.value_embedding import ValueEmbeddings
 from megaparcae.ops.cross_entropy import LMLoss
@@ -69,7 +70,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.recompute_prelude = self.recompute_coda = "none"
         self.work = WorkCounter()
-        self.row_losses: Tensor | None = None  # [B], of the last loss taken; for the log
+        self.probe = Probe()
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.value_embeddings = ValueEmbeddings(config)
         self.final_norm = self.make_norm()
@@ -133,7 +134,8 @@ class LanguageModel(nn.Module):
         weight = self.embedding.weight if self.config.tie_embeddings else self.head.weight
         if labels is None:
             return self.logits(x, weight)
-        loss, _, self.row_losses = self.loss(x, weight, labels)
+        loss, _, row_losses = self.loss(x, weight, labels)
+        self.probe.add_losses(row_losses)
         return loss
 
     def set_recompute(self, *, prelude: str, core: str, coda: str) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 GRAD_COST = 3
 """Cost of a core block with gradient, in forward passes of it without."""
 
-RunLayers = Callable[[Tensor, range], Tensor]
-"""(state of a prefix of the rows, core layers of one loop) -> their new state."""
+RunLayers = Callable[[Tensor, int, range], Tensor]
+"""(state of a prefix of the rows, loop of the phase, core layers) -> their new state."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,11 @@ def _rows_per_loop(depths: Sequence[int]) -> tuple[int, ...]:
     return tuple(sum(depth > t for depth in depths) for t in range(max(depths, default=0)))
 
 
+def last_rows(rows: tuple[int, ...], loop: int) -> slice:
+    """The rows for which `loop` is the last of its phase."""
+    return slice(rows[loop + 1] if loop + 1 < len(rows) else 0, rows[loop])
+
+
 def run_phase(
     state: Tensor,  # [B, S, d]
     rows: tuple[int, ...],
@@ -88,7 +93,7 @@ def run_phase(
         if count < len(state):
             finished.append(state[count:])
             state = state[:count]
-        state = run_layers(state, layers)
+        state = run_layers(state, loop, layers)
     return torch.cat([state, *reversed(finished)]) if finished else state
 
 

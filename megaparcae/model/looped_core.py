@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from megaparcae.model.attention import AttentionContext
 from megaparcae.model.injection import Drive
-from megaparcae.model.loop import LoopPlan, run_phase
+from megaparcae.model.loop import LoopPlan, last_rows, run_phase
+from megaparcae.model.probe import Probe
 from megaparcae.model.recompute import WorkCounter, checkpointed, run_block
 
 # B rows, S positions, d width
@@ -33,10 +34,11 @@ class LoopInputs:
 class LoopedCore(nn.ModuleDict):
     """Blocks "0", "1", ...; a share of the loops of a micro-batch is one forward pass."""
 
-    def __init__(self, blocks: nn.ModuleDict, work: WorkCounter) -> None:
+    def __init__(self, blocks: nn.ModuleDict, work: WorkCounter, probe: Probe) -> None:
         super().__init__(dict(blocks.items()))
         self.recompute = "none"
         self.work = work
+        self.probe = probe
 
     def forward(
         self,
@@ -74,8 +76,11 @@ class LoopedCore(nn.ModuleDict):
     ) -> Tensor:
         """Units [begin, end) of one phase."""
 
-        def run(h: Tensor, layers: range) -> Tensor:
-            return checkpointed(self.recompute == "loop", self.run_loop, h, layers, drive, inputs)
+        def run(h: Tensor, loop: int, layers: range) -> Tensor:
+            recompute = self.recompute == "loop"
+            after = checkpointed(recompute, self.run_loop, h, layers, drive, inputs)
+            self.probe.after_loop(h, after, layers, last_rows(rows, loop), ends=len(self))
+            return after
 
         return run_phase(h, rows, *units, len(self), run)
 

@@ -33,7 +33,7 @@ class LoopedLM(LanguageModel):
         unrolled = p + c + r * config.recurrence.mean_recurrence
         self.prelude = self.make_blocks(p, first_layer=0, unrolled=unrolled)
         core = self.make_blocks(r, first_layer=p, unrolled=unrolled)
-        self.core = LoopedCore(core, self.work)
+        self.core = LoopedCore(core, self.work, self.probe)
         self.coda = self.make_blocks(c, first_layer=p + r, unrolled=unrolled)
         self.prelude_norm = self.make_norm() if config.prelude_norm else nn.Identity()
         self.injection = make_injection(config)
@@ -55,7 +55,9 @@ class LoopedLM(LanguageModel):
         for i in part.prelude:
             block = self.prelude[str(i)]
             x = self.run_stored_block(block, i, x, batch, context)
+            self.probe.after_block(i, x)
         if part.loop is not None:
+            self.probe.next_micro_batch(len(batch.ids))
             h, e = self.enter_loop(x, batch) if part.begins_loop else x.chunk(2, dim=-1)
             assert batch.plan is not None
             rows = self.core_value_rows(batch.ids)

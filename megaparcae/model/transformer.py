@@ -28,6 +28,7 @@ class Transformer(LanguageModel):
         for i in part.prelude:
             block = self.layers[str(i)]
             x = self.run_stored_block(block, i, x, batch, context)
+            self.probe.after_block(i, x)
         return self.finish(x, batch.labels) if part.head else x
 
     def keep(self, part: Part) -> None:

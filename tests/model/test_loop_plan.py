@@ -88,7 +88,8 @@ def test_every_row_runs_each_of_its_layers_once_and_in_order(plan, pieces):
     num_layers, rows = 2, plan.grad[0]
     calls: list[int] = []
 
-    def run(state: torch.Tensor, layers: range) -> torch.Tensor:
+    def run(state: torch.Tensor, loop: int, layers: range) -> torch.Tensor:
+        assert len(state) == plan.grad[loop]
         calls.extend(len(state) for _ in layers)
         for layer in layers:
             state = 3 * state + layer
