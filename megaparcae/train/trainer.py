@@ -14,6 +14,7 @@ from megaparcae.log import logger
 from megaparcae.optim.schedule import hyperparameters_at
 from megaparcae.train.batches import BatchMaker, HostBatch
 from megaparcae.train.build import Run, apply_schedule
+from megaparcae.train.health import HealthMonitor
 from megaparcae.train.metrics import Record, StepClock, console_line, make_sinks, work_record
 from megaparcae.train.safety import SkipGuard, StopRequest
 
@@ -40,6 +41,7 @@ class Trainer:
         self.checkpoints = CheckpointManager(config, run.plan.global_batch)
         self.stop = StopRequest(run.process.device)
         self.guard = SkipGuard(config.train.max_skipped_steps)
+        self.health = HealthMonitor(run)
         name = torch.cuda.get_device_name() if run.process.device.type == "cuda" else "CPU"
         self.clock = StepClock(config, run.plan, name)
         self.num_counted = run.plan.global_batch * config.model.sequence_length
@@ -88,10 +90,15 @@ class Trainer:
         )
         apply_schedule(self.run.engine.optimizer, hyper, self.config.optimizer)
         micro_batches = self.batches.to_device(host, step)
+        watched = _due(step + 1, self.config.log.health_interval)
+        if watched:
+            self.health.watch()
         loss = float(self.run.engine.train_batch(micro_batches, 1 / self.num_counted))
         norm = self.run.engine.grad_norm()
         n, k = self.batches.depths(step, step_sample_ids(step, self.run.plan.global_batch))
         self.guard.note(self.run.engine.last_step_skipped(), step + 1)
+        if watched:
+            self.write({"kind": "health", "step": step + 1, **self.health.record(host, n + k)})
         return {
             "kind": "step",
             "step": step + 1,
@@ -105,10 +112,14 @@ class Trainer:
             **self.clock.step(step + 1, n, k),
         }
 
-    def report(self, record: Record) -> None:
-        """To all sinks, and at the interval to the console."""
+    def write(self, record: Record) -> None:
+        """To all sinks."""
         for sink in self.sinks:
             sink.write(record)
+
+    def report(self, record: Record) -> None:
+        """One step: to all sinks, and at the interval to the console."""
+        self.write(record)
         if _due(record["step"], self.config.log.interval):
             logger.info(console_line(record, self.config.train.num_steps))
 
@@ -117,8 +128,7 @@ class Trainer:
         if self.batches.validation is None:
             return
         losses = validation_losses(self.run, self.batches)
-        for sink in self.sinks:
-            sink.write({"kind": "validation", "step": step, "loss": losses})
+        self.write({"kind": "validation", "step": step, "loss": losses})
         shown = "  ".join(f"T={name} {loss:.4f}" for name, loss in losses.items())
         logger.info("validation after step %d: %s", step, shown)
         self.clock.skip()
@@ -128,8 +138,7 @@ class Trainer:
         path = self.checkpoints.save(step, self.run.engine)
         if path is not None:
             logger.info("saved %s", path)
-            for sink in self.sinks:
-                sink.write({"kind": "checkpoint", "step": step, "path": str(path)})
+            self.write({"kind": "checkpoint", "step": step, "path": str(path)})
         self.clock.skip()
 
 
