@@ -71,7 +71,7 @@ def _zero_fragments(
     if hasattr(parameter, "ds_id"):  # stage 3
         weight = safe_get_local_fp32_param(parameter).view(-1)
         start = weight.numel() * mesh.dp.index
-        count = max(0, min(weight.numel(), parameter.ds_numel - start))  # the last one is padded
+        count = max(0, min(weight.numel(), parameter.ds_numel - start))  # type: ignore[attr-defined]  # padded
         states = {key: safe_get_local_optimizer_state(parameter, key) for key in ADAM_KEYS}
     else:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]

@@ -38,15 +38,16 @@ def export_checkpoint(
     logger.info("%s: %d tensors", folder, len(tensors))
     if kind == "official":
         return export_official(tensors, run.model, output, options)
-    facts = {
+    step = int(folder.name.rpartition("_")[2] or 0)
+    facts: dict[str, object] = {
         "run": run.name,
-        "step": int(folder.name.rpartition("_")[2] or 0),
+        "step": step,
         "optimizer": run.optimizer.name,
         "learning rate": run.optimizer.lr,
         "precision": run.train.precision,
     }
     if run.train.global_batch_size is not None:
-        tokens = facts["step"] * run.train.global_batch_size * run.model.sequence_length
+        tokens = step * run.train.global_batch_size * run.model.sequence_length
         facts |= {"sequences per step": run.train.global_batch_size, "tokens": f"{tokens:,}"}
     options = dataclasses.replace(options, facts=facts)
     return export_hf(tensors, run.model, tokenizer or run.data.tokenizer, output, options)

@@ -186,7 +186,7 @@ def _write_config(
         },
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    generation = {"_from_model_config": False, "do_sample": False, **ids}
+    generation: dict[str, object] = {"_from_model_config": False, "do_sample": False, **ids}
     if rows > model.vocab_size:
         generation["suppress_tokens"] = list(range(model.vocab_size, rows))
     generation = {name: value for name, value in generation.items() if value is not None}

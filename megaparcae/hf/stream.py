@@ -56,7 +56,7 @@ def read_torch_file(path: Path) -> LazyTensors:
         storage = tensor.untyped_storage()
         content = bytearray(storage.nbytes())
         with path.open("rb") as file:
-            file.seek(storage._checkpoint_offset)
+            file.seek(storage._checkpoint_offset or 0)
             if file.readinto(content) != len(content):
                 raise UserError(f"{path} ends inside {name}; copy it again")
         flat = torch.frombuffer(content, dtype=tensor.dtype)
@@ -158,7 +158,7 @@ def tensor_bytes(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     step = CHUNK_BYTES // 4
     for begin in range(0, flat.numel(), step):
         piece = flat[begin : begin + step].to(dtype)
-        yield memoryview(piece.view(torch.uint8).numpy())
+        yield memoryview(piece.view(torch.uint8).numpy().data)
 
 
 def _num_bytes(shape: Shape, dtype: torch.dtype) -> int:

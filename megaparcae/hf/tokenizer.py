@@ -85,7 +85,7 @@ def export_tokenizer(source: str | Path, folder: Path, max_length: int) -> Token
         **specials,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    ids = {name: tokenizer.token_to_id(token) for name, token in specials.items()}
+    ids = {name: tokenizer.token_to_id(token) for name, token in specials.items() if token}
     return TokenizerFacts(
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
         bos=ids.get("bos_token"),
@@ -125,7 +125,7 @@ def from_sentencepiece(path: Path) -> Tokenizer:
         case 2:
             vocab = {piece: i for i, (piece, _) in enumerate(pieces)}
             merges = bpe_merges({p.piece: p.score for p in proto.pieces if p.type == 1})
-            model = models.BPE(
+            model: models.Model = models.BPE(
                 vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback
             )
         case 1:
@@ -158,7 +158,7 @@ def bpe_merges(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def _set_normalizer(tokenizer: Tokenizer, spec: object) -> None:
-    steps = []
+    steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:  # type: ignore[attr-defined]
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))  # type: ignore[attr-defined]
     if spec.remove_extra_whitespaces:  # type: ignore[attr-defined]
@@ -194,7 +194,7 @@ def _sentencepiece_specials(path: Path) -> dict[str, str | None]:
         "unk_token": model.unk_id(),
         "pad_token": model.pad_id(),
     }
-    found = {name: model.id_to_piece(i) for name, i in ids.items() if i >= 0}
+    found: dict[str, str | None] = {n: model.id_to_piece(i) for n, i in ids.items() if i >= 0}
     pieces = {model.id_to_piece(i) for i in range(model.get_piece_size()) if model.is_control(i)}
     return _fill(found, pieces)
 

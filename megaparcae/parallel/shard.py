@@ -98,11 +98,10 @@ def flat_fragments(name: str, spec: ShardSpec, start: int, flat: Tensor) -> list
         count = min(width - column, left) if column or left < width else left // width * width
         rectangle = (1, count) if column or count < width else (count // width, width)
         piece = flat.narrow(0, done, count).view(rectangle)
+        assert len(shape) <= 2, f"{name} has {len(shape)} dimensions"
+        at = (row, column)[: len(shape)]
         if len(shape) == 1:
-            piece, at = piece.view(-1), (row,)
-        else:
-            assert len(shape) == 2, f"{name} has {len(shape)} dimensions"
-            at = (row, column)
+            piece = piece.view(-1)
         offset = tuple(a + b for a, b in zip(spec.offset, at, strict=True))
         fragments.append(Fragment(name, spec.full_shape, offset, piece))
         done += count

@@ -56,9 +56,7 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
 
 
-def start(
-    options: dict[str, object], world: int = 1, **extra: str
-) -> list[subprocess.Popen[str]]:
+def start(options: dict[str, object], world: int = 1, **extra: str) -> list[subprocess.Popen[str]]:
     """One training process per rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
