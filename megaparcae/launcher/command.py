@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from megaparcae.errors import UserError, run_command
 from megaparcae.launcher.exports import env_file_text, env_files, read_env_file, variables_to_send
 from megaparcae.launcher.plan import LaunchPlan, plan_launch
+from megaparcae.launcher.supervise import supervise
 from megaparcae.log import logger, setup_logging
 
 THREADS_AT_MOST = 8
 
 
 def main() -> int:
-    """Print the plan, then become the `deepspeed` launcher."""
+    """Print the plan, then run the `deepspeed` launcher."""
     setup_logging()
     if len(sys.argv) < 2:
         raise UserError("usage: python -m megaparcae.launcher.command SCRIPT ARGUMENTS")
@@ -29,8 +30,9 @@ def main() -> int:
     environ = child_environment(plan, os.environ)
     if os.environ.get("DRY_RUN", "0") not in ("", "0"):
         return 0
-    os.execve(plan.command[0], plan.command, environ)
-    return 1
+    if plan.over_ssh:  # DeepSpeed takes signals to the other machines itself
+        os.execve(plan.command[0], plan.command, environ)
+    return supervise(plan.command, environ)
 
 
 def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:

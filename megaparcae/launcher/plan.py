@@ -90,6 +90,8 @@ def plan_launch(
         command += _without_ssh(hostfile, placements, environ)
     elif over_ssh:
         command += _over_ssh(script, placements, environ, cwd)
+    else:
+        command += ["--log_level", "error"]  # this machine's ranks are in the table above
     command += ["--no_python", "--no_local_rank", script]
     command += [quote_argument(a) for a in arguments] if over_ssh else arguments
     return LaunchPlan(
@@ -149,9 +151,9 @@ def _placements(hostfile: str | None, environ: Mapping[str, str]) -> list[Placem
 def _check_layout(arguments: Sequence[str], placements: Sequence[Placement]) -> BatchPlan:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default="")
-    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--set", action="append", nargs="+", default=[])
     options, _ = parser.parse_known_args(arguments)
-    config = load_config(options.config, options.set)
+    config = load_config(options.config, [item for group in options.set for item in group])
     tp, pp = config.parallel.tp, config.parallel.pp
     world = sum(len(p.devices) for p in placements)
     batch = solve_batch(config.train, world=world, tp=tp, pp=pp)
@@ -172,7 +174,7 @@ def _where(
     if hostfile is not None:
         return ["--hostfile", hostfile, "--include", include_string(placements)]
     (here,) = placements
-    if here.devices == tuple(range(len(here.devices))) and "CUDA_VISIBLE_DEVICES" not in environ:
+    if here.devices == tuple(range(len(here.devices))) and not environ.get("CUDA_VISIBLE_DEVICES"):
         return ["--num_gpus", str(len(here.devices))]
     return ["--include", include_string(placements)]
 

@@ -84,7 +84,8 @@ def test_what_does_not_fit_the_machines_is_refused_before_anything_starts(
 
 def test_one_machine_needs_no_hostfile(plan):
     command = plan(multi=False, NUM_GPUS="2", CUDA_VISIBLE_DEVICES="").command
-    assert "--hostfile" not in command and "localhost:0,1" in command
+    assert "--hostfile" not in command and "--include" not in command
+    assert command[command.index("--num_gpus") + 1] == "2"
     assert not plan(multi=False, NUM_GPUS="2").over_ssh
 
 
