@@ -25,7 +25,7 @@ esac
 started=$SECONDS
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${1:-$root/runs/quickstart}
-steps=${QUICKSTART_STEPS:-1000}
+steps=${QUICKSTART_STEPS:-1600}
 vocab=${QUICKSTART_VOCAB:-2048}
 processes=${QUICKSTART_PROCESSES:-2}
 prompt=${QUICKSTART_PROMPT:-The people of the United States}
@@ -98,7 +98,7 @@ train() { # one command, the first time and every time; replaces the shell that 
     exec bash "$root/launch/pretrain_tiny.sh" \
         --set "data.train=$shard" --set "data.tokenizer=$tokenizer" --set "checkpoint.dir=$run" \
         --set "model.vocab_size=$vocab" --set "train.num_steps=$steps" \
-        --set train.device=cpu --set log.interval=20
+        --set train.device=cpu --set log.interval=$((steps > 40 ? steps / 40 : 1))
 }
 steps_made() { grep -c '"kind": "step"' "$run/log.jsonl" 2>/dev/null || true; }
 train_first_half() { # a run that is told to stop half way: SIGTERM, as a cluster would

@@ -63,7 +63,9 @@ class Trainer:
                 record = self.step(step, reader)
                 step += 1
                 self.report(record)
-                if _due(step, self.config.validation.interval):
+                interval = self.config.validation.interval
+                last = step == self.config.train.num_steps
+                if interval and (last or _due(step, interval)):
                     self.validate(step)
                 stopping = self.stop.agreed()
                 if stopping or _due(step, self.config.checkpoint.interval):
