@@ -13,6 +13,7 @@ from megaparcae.data.progress import Progress
 from megaparcae.data.records import load_block, read_records
 from megaparcae.data.writer import require_writable_folder
 from megaparcae.errors import UserError
+from megaparcae.log import logger
 
 SPLIT = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
@@ -32,9 +33,11 @@ def training_texts(
     total = sum(source.size for source in sources)
     progress = Progress("read", min(total, max_bytes) if max_bytes else total, quiet)
     num_bytes = 0
+    problems = []
     for block in iterate_blocks(sources):
         for record in read_records(load_block(block, [key]), [key]):
             if record.problem:
+                problems.append(record.problem)
                 continue
             text = record.texts[0]
             for start in range(0, len(text), PIECE_CHARACTERS):
@@ -45,6 +48,8 @@ def training_texts(
                 progress.end()
                 return
     progress.end()
+    if problems and not quiet:
+        logger.warning("%d documents left out, the first: %s", len(problems), problems[0])
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, folder: Path, show: bool = True) -> Path:

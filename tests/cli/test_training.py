@@ -122,6 +122,17 @@ def test_everything_optional_can_be_off(options, tmp_path):
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
 
 
+def test_a_run_shorter_than_the_validation_interval_validates_at_its_end(options, tmp_path):
+    train({**options, "checkpoint.dir": tmp_path, "train.num_steps": 2})
+    assert list(records(tmp_path, "validation")) == [2]
+
+
+def test_a_run_that_holds_nothing_out_does_without_validation(options, tmp_path):
+    nothing = {"data.validation_fraction": 0, "validation.interval": 1, "train.num_steps": 2}
+    train({**options, **nothing, "checkpoint.dir": tmp_path})
+    assert set(records(tmp_path)) == {1, 2} and not records(tmp_path, "validation")
+
+
 def test_changed_options_are_named_before_a_run_goes_on(options, straight):
     codes, said = finish(start({**options, "checkpoint.dir": straight, "optimizer.lr": 0.001}))
     assert codes == [2]
