@@ -85,6 +85,14 @@ class CheckpointManager:
         self._write_config()
         return int(meta["step"])
 
+    def restore(self, step: int, engine: Checkpointed) -> None:
+        """Weights and states of the checkpoint that this run wrote at `step`."""
+        folder = self.dir / f"step_{step:08d}"
+        meta = read_meta(folder)
+        read_folder(folder, engine.local_fragments())
+        engine.finish_load(meta["updates"])
+        logger.info("rolled back to %s", folder)
+
     def save(self, step: int, engine: Checkpointed) -> Path | None:
         """Write step_XXXXXXXX, move `latest`, delete what need not be kept.
 

@@ -337,13 +337,26 @@ class TrainConfig:
     compile: bool = False
     """torch.compile of the blocks."""
     max_skipped_steps: int = 10
-    """Non-finite steps in a row that stop the run."""
+    """Skipped steps in a row that are tolerated; one more stops the run."""
+    loss_spike: Literal["warn", "skip", "roll_back"] = "warn"
+    """A loss far above the recent ones: warn says so, skip leaves its update out, roll_back returns
+    to the weights of the last checkpoint. Steps, schedule and data go on in every case."""
+    loss_spike_zscore: float = 6.0
+    """Robust standard deviations above the median of the recent losses that make a spike."""
+    loss_spike_window: int = 64
+    """Recent losses to compare with; nothing is a spike before half of them are known."""
 
     def __post_init__(self) -> None:
         _at_least("train.num_steps", self.num_steps, 1)
         for name in ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) is not None:
                 _at_least(f"train.{name}", getattr(self, name), 1)
+        _at_least("train.loss_spike_window", self.loss_spike_window, 8)
+        if self.loss_spike_zscore <= 0:
+            raise ValueError(
+                f"train.loss_spike_zscore={self.loss_spike_zscore} must be positive; use for "
+                "example 6, or a large number to see no spikes"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,6 +415,11 @@ class ParallelConfig:
                 f"{self.pp}: DeepSpeed shards gradients only without a pipeline; use zero_stage "
                 "0 or 1, or pp 1"
             )
+
+    @property
+    def repeats_core(self) -> bool:
+        """Whether checkpointing computes loops with gradient twice; `selective` repeats little."""
+        return self.recompute_core in ("block", "loop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,6 +505,11 @@ class RunConfig:
             raise ValueError(
                 f"model.sequence_length={self.model.sequence_length} must be divisible by "
                 f"parallel.tp={tp} for sequence parallelism; change either"
+            )
+        if self.train.loss_spike == "roll_back" and not self.checkpoint.interval:
+            raise ValueError(
+                "train.loss_spike='roll_back' needs checkpoints to return to, but "
+                "checkpoint.interval=0 saves at the end only; set an interval, or use skip"
             )
         if self.parallel.zero_stage and self.optimizer.name != "adamw":
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -14,6 +14,10 @@ MicroBatch = Any
 """Opaque here: whatever the model's forward takes."""
 
 
+Accept = Callable[[float], bool]
+"""Whether a step of this mean loss may update the weights."""
+
+
 class Engine(Protocol):
     """One optimizer step, or one evaluation, over this rank's micro-batches."""
 
@@ -23,9 +27,14 @@ class Engine(Protocol):
     optimizer: Optimizer
     """What holds the parameter groups and the states."""
 
-    def train_batch(self, batches: Sequence[MicroBatch], loss_scale: float) -> Tensor:
+    def train_batch(
+        self, batches: Sequence[MicroBatch], loss_scale: float, accept: Accept | None = None
+    ) -> Tensor:
         """Forward, backward and update. `loss_scale` turns each micro-batch's summed loss into its
-        share of the step's mean loss; returns the step's mean loss, the same on all ranks."""
+        share of the step's mean loss; returns the step's mean loss, the same on all ranks.
+
+        `accept` is asked by the ranks that know the mean loss before the last backward pass; when
+        it declines, no rank updates anything."""
         ...
 
     def eval_batch(self, batches: Sequence[MicroBatch]) -> Tensor:

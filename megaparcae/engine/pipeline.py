@@ -10,7 +10,7 @@ import contextlib
 import io
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -23,7 +23,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from megaparcae.config.layout import Part
-from megaparcae.engine.base import MicroBatch
+from megaparcae.engine.base import Accept, MicroBatch
+from megaparcae.engine.decline import decline
 from megaparcae.engine.fragments import (
     finish_load,
     last_step_skipped,
@@ -48,13 +49,18 @@ class StageModule(nn.Module):
         self.zero_missing = zero_missing
         self.queue: deque[MicroBatch] = deque()
         self.loss_scale = 1.0
+        self.judge: Callable[[Tensor], Tensor] | None = None
+        """Sees every training loss of the head, and may decline the step at the last."""
 
     def forward(self, carry: Tensor) -> Tensor:
         """Activations for the next stage, or on the last one the scaled loss."""
         output = self.model(self.queue.popleft(), self.part, carry)
         if self.zero_missing and torch.is_grad_enabled():
             output = _touch_all.apply(output, *self.model.parameters())
-        return output * self.loss_scale if self.part.head else output
+        if not self.part.head:
+            return output
+        loss = output * self.loss_scale
+        return loss if self.judge is None or not torch.is_grad_enabled() else self.judge(loss)
 
 
 class _touch_all(torch.autograd.Function):
@@ -126,8 +132,11 @@ class PipelineEngine:
         )
         """DeepSpeed averages over micro-batches and dp; our losses are shares of one mean."""
 
-    def train_batch(self, batches: Sequence[MicroBatch], loss_scale: float) -> Tensor:
+    def train_batch(
+        self, batches: Sequence[MicroBatch], loss_scale: float, accept: Accept | None = None
+    ) -> Tensor:
         self._load(batches, loss_scale * self.factor)
+        self.stage.judge = None if accept is None else self._make_judge(accept)
         mean = self.deepspeed.train_batch(_nothing())  # over micro-batches and dp ranks
         return mean * (
             self.deepspeed.gradient_accumulation_steps() * self.mesh.dp.size / self.factor
@@ -166,6 +175,20 @@ class PipelineEngine:
 
     def finish_load(self, updates: int) -> None:
         finish_load(self.optimizer, updates)
+
+    def _make_judge(self, accept: Accept) -> Callable[[Tensor], Tensor]:
+        """Adds a step's losses up, and asks when the last micro-batch's is known."""
+        total = torch.zeros((), device=self.deepspeed.device)
+
+        def judge(loss: Tensor) -> Tensor:
+            total.add_(loss.detach() / self.factor)
+            if self.stage.queue:
+                return loss
+            if self.mesh.dp.group is not None:
+                dist.all_reduce(total, group=self.mesh.dp.group)
+            return loss if accept(float(total)) else decline(loss)
+
+        return judge
 
     def _load(self, batches: Sequence[MicroBatch], loss_scale: float) -> None:
         self.stage.queue.clear()  # a step that was cut short leaves some

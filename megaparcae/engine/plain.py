@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megaparcae.engine.base import MicroBatch
+from megaparcae.engine.base import Accept, MicroBatch
+from megaparcae.engine.decline import decline
 from megaparcae.engine.fragments import (
     finish_load,
     last_step_skipped,
@@ -59,15 +60,21 @@ class PlainEngine:
         # DeepSpeed averages over dp; our losses are already shares of one mean.
         self.dp_factor = mesh.dp.size if self.zero_stage else 1
 
-    def train_batch(self, batches: Sequence[MicroBatch], loss_scale: float) -> Tensor:
+    def train_batch(
+        self, batches: Sequence[MicroBatch], loss_scale: float, accept: Accept | None = None
+    ) -> Tensor:
         self.module.train()
         total = torch.zeros((), device=self.deepspeed.device)
-        for batch in batches:
+        for i, batch in enumerate(batches, 1):
             loss = self.deepspeed(batch) * loss_scale
             total += loss.detach()
+            if i == len(batches):
+                self._sum_over_dp(total)
+                if accept is not None and not accept(float(total)):
+                    loss = decline(loss)
             self.deepspeed.backward(loss * self.dp_factor, scale_wrt_gas=False)
             self.deepspeed.step()
-        return self._sum_over_dp(total)
+        return total
 
     @torch.no_grad()
     def eval_batch(self, batches: Sequence[MicroBatch]) -> Tensor:

@@ -16,7 +16,8 @@ from megaparcae.train.batches import BatchMaker, HostBatch
 from megaparcae.train.build import Run, apply_schedule
 from megaparcae.train.health import HealthMonitor
 from megaparcae.train.metrics import Record, StepClock, console_line, make_sinks, work_record
-from megaparcae.train.safety import SkipGuard, StopRequest
+from megaparcae.train.safety import RollBackGuard, SkipGuard, StopRequest, on_any_rank
+from megaparcae.train.spikes import SpikeDetector, agreed_history
 
 
 class Trainer:
@@ -41,6 +42,8 @@ class Trainer:
         self.checkpoints = CheckpointManager(config, run.plan.global_batch)
         self.stop = StopRequest(run.process.device)
         self.guard = SkipGuard(config.train.max_skipped_steps)
+        self.spikes = SpikeDetector(config.train)
+        self.roll_backs = RollBackGuard()
         self.health = HealthMonitor(run)
         name = torch.cuda.get_device_name() if run.process.device.type == "cuda" else "CPU"
         self.clock = StepClock(config, run.plan, name)
@@ -50,6 +53,7 @@ class Trainer:
     def train(self) -> bool:
         """Run to the last step or until asked to stop; True when the run is complete."""
         step = self.checkpoints.resume(self.run.engine)
+        self.remember(step)
         self.sinks = make_sinks(self.config, self.run_dir, self.is_writer)
         reader = Prefetcher(
             self.batches.read,
@@ -63,14 +67,15 @@ class Trainer:
                 record = self.step(step, reader)
                 step += 1
                 self.report(record)
+                if self.config.train.loss_spike == "roll_back":
+                    self.roll_back_if(record["loss_spike"], step, saved)
                 interval = self.config.validation.interval
                 last = step == self.config.train.num_steps
                 if interval and (last or _due(step, interval)):
                     self.validate(step)
                 stopping = self.stop.agreed()
                 if stopping or _due(step, self.config.checkpoint.interval):
-                    self.save(step)
-                    saved = step
+                    saved = step if self.save(step) else saved
                 if stopping:
                     break
             if saved != step:
@@ -95,10 +100,12 @@ class Trainer:
         watched = _due(step + 1, self.config.log.health_interval)
         if watched:
             self.health.watch()
-        loss = float(self.run.engine.train_batch(micro_batches, 1 / self.num_counted))
+        accept = self.spikes.accept if self.config.train.loss_spike == "skip" else None
+        loss = float(self.run.engine.train_batch(micro_batches, 1 / self.num_counted, accept))
         norm = self.run.engine.grad_norm()
         n, k = self.batches.depths(step, step_sample_ids(step, self.run.plan.global_batch))
-        self.guard.note(self.run.engine.last_step_skipped(), step + 1)
+        spike = self.spikes.note(loss, step + 1)
+        self.guard.note(self.run.engine.last_step_skipped(), step + 1, spike=spike)
         if watched:
             self.write({"kind": "health", "step": step + 1, **self.health.record(host, n + k)})
         return {
@@ -110,9 +117,29 @@ class Trainer:
             "lr": hyper.lr_factor * self.config.optimizer.lr,
             "tokens": (step + 1) * self.num_counted,
             "skipped_steps": self.guard.total,
+            "loss_spike": spike,
             **work_record(host, n, k),
             **self.clock.step(step + 1, n, k),
         }
+
+    def remember(self, step: int) -> None:
+        """Judge the steps after a resume by the losses before it, and go on counting."""
+        if step:
+            history = agreed_history(self.run_dir / "log.jsonl", step)
+            self.spikes.remember(history.losses)
+            self.guard.total = history.skipped_steps
+
+    def roll_back_if(self, spike: bool, step: int, saved: int) -> None:
+        """Weights and states of the last checkpoint return; steps and data go on from here."""
+        if not on_any_rank(spike, self.run.process.device):
+            return
+        if saved == 0:
+            logger.warning("no checkpoint to roll back to yet: going on after the spike")
+            return
+        self.roll_backs.note(saved)
+        self.checkpoints.restore(saved, self.run.engine)
+        self.write({"kind": "roll_back", "step": step, "to_step": saved})
+        self.clock.skip()
 
     def write(self, record: Record) -> None:
         """To all sinks."""
@@ -135,13 +162,14 @@ class Trainer:
         logger.info("validation after step %d: %s", step, shown)
         self.clock.skip()
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint; all ranks together."""
+    def save(self, step: int) -> bool:
+        """Write a checkpoint, all ranks together; False when the disk is full."""
         path = self.checkpoints.save(step, self.run.engine)
         if path is not None:
             logger.info("saved %s", path)
             self.write({"kind": "checkpoint", "step": step, "path": str(path)})
         self.clock.skip()
+        return path is not None
 
 
 def validation_losses(run: Run, batches: BatchMaker) -> dict[str, float]:
