@@ -9,7 +9,10 @@ of a parameter; bf16 below 1e-2 of loss, 5e-2 of norm and of a parameter. More i
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megaparcae.errors import run_command
 

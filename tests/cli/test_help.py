@@ -42,3 +42,10 @@ def test_trainings_help_takes_less_than_two_seconds(machine):
 @pytest.mark.parametrize("script", ["quickstart.sh", "pretrain_tiny.sh", "pretrain_1p3b.sh"])
 def test_a_launch_scripts_help_takes_less_than_two_seconds(script, machine):
     assert seconds("bash", str(ROOT / "launch" / script), "--help") < 2 * machine
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_runs_from_a_checkout_that_is_not_installed(name):
+    text = (ROOT / "tools" / name).read_text()
+    path = text.find("sys.path.insert(0, str(Path(__file__).resolve().parents[1]))")
+    assert 0 < path < text.index("from megaparcae")
