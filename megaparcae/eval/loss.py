@@ -61,7 +61,9 @@ def evaluate_loss(
     for numbers in reported(batches, len(batches), "loss"):
         sums += _score_batch(scorer, rows, numbers)
     sums = sorted(ranks.gather(sums), key=lambda one: one.row)
-    return [_total(loops, [s for s in sums if s.num_loops == loops], rows) for loops in scorer.num_loops]
+    return [
+        _total(loops, [s for s in sums if s.num_loops == loops], rows) for loops in scorer.num_loops
+    ]
 
 
 def _score_batch(scorer: Scorer, rows: LossRows, numbers: Sequence[int]) -> list[_RowSums]:

@@ -177,7 +177,9 @@ class Scorer:
 def check_depths(num_loops: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
     """The numbers of loops, ascending and once each; UserError for what the model cannot run."""
     if not num_loops or min(num_loops) < 1:
-        raise UserError(f"--num-loops={list(num_loops)}: give integers of at least 1, such as 1,4,8")
+        raise UserError(
+            f"--num-loops={list(num_loops)}: give integers of at least 1, such as 1,4,8"
+        )
     if config.architecture == "transformer" and set(num_loops) != {1}:
         raise UserError(
             f"--num-loops={list(num_loops)}: this model has no loop; leave the option out"
