@@ -1,7 +1,7 @@
 """Validation loss, perplexity and bits per byte at any list of depths.
 
-Every row's loss is a float64 sum, and the rows are added in their own order with exact rounding: the
-result does not depend on batches or ranks beyond the noise of the model's own arithmetic.
+Every row's loss is a float64 sum, and the rows are added in order with exact rounding:
+the result does not depend on batches or ranks beyond the noise of the model's own arithmetic.
 """
 
 from __future__ import annotations

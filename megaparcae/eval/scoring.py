@@ -1,7 +1,7 @@
 """Losses of single tokens at several numbers of loops, from one pass through the loop.
 
-The states of a looped model are nested: h_8 comes after h_4. So the prelude and the deepest loop run
-once, and every depth asked for adds a coda and a head.
+The states of a looped model are nested: h_8 follows h_4. So the prelude and the deepest loop
+run once, and every depth asked for adds a coda and a head.
 """
 
 from __future__ import annotations
