@@ -25,7 +25,7 @@ esac
 started=$SECONDS
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 out=${1:-$root/runs/quickstart}
-steps=${QUICKSTART_STEPS:-1600}
+steps=${QUICKSTART_STEPS:-1200}
 vocab=${QUICKSTART_VOCAB:-2048}
 processes=${QUICKSTART_PROCESSES:-2}
 prompt=${QUICKSTART_PROMPT:-The people of the United States}
@@ -60,6 +60,7 @@ took() {
 
 source "$root/launch/environment.sh"
 export TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore OMP_NUM_THREADS=1
+export HF_HUB_DISABLE_PROGRESS_BARS=1
 export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES="" # also where there are GPUs: it is that small
 unset HOSTFILE NUM_NODES NODE_RANK INCLUDE EXCLUDE
 took environment
@@ -100,6 +101,8 @@ train() { # one command, the first time and every time; replaces the shell that 
         --set "model.vocab_size=$vocab" --set "train.num_steps=$steps" \
         --set train.device=cpu --set log.interval=$((steps > 40 ? steps / 40 : 1))
 }
+last_step=step_$(printf %08d "$steps")
+is_complete() { [[ "$(cat "$run/latest" 2>/dev/null)" == "$last_step" ]]; }
 steps_made() { grep -c '"kind": "step"' "$run/log.jsonl" 2>/dev/null || true; }
 train_first_half() { # a run that is told to stop half way: SIGTERM, as a cluster would
     local launcher code=0
@@ -109,25 +112,29 @@ train_first_half() { # a run that is told to stop half way: SIGTERM, as a cluste
     while kill -0 $launcher 2>/dev/null; do
         if [[ $(steps_made) -ge $((steps / 2)) ]]; then
             echo "-- half of the steps are made: stopping the run (SIGTERM)"
-            kill -TERM $launcher
+            kill -TERM $launcher 2>/dev/null || true
             break
         fi
         sleep 1
     done
     wait $launcher || code=$?
     trap - INT TERM
-    case $code in
-        0) ;;
-        75) echo "-- it has saved and ended with exit code 75; the same command continues it" ;;
-        *) return $code ;;
-    esac
+    if [[ $code -eq 75 ]]; then # which DeepSpeed's launcher reports as an error
+        echo "-- it has saved and ended with exit code 75; the same command continues it"
+    elif ! is_complete; then
+        return $((code ? code : 1))
+    fi
 }
 
 title "training: $processes processes on CPU, $steps steps"
-if [[ ! -f $run/latest ]]; then
-    train_first_half
+if is_complete; then
+    echo "$run/$last_step exists"
+else
+    if [[ ! -f $run/latest ]]; then
+        train_first_half
+    fi
+    is_complete || (train)
 fi
-(train)
 took training
 
 title "loss"
