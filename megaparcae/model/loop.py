@@ -28,19 +28,23 @@ class LoopPlan:
     """no_grad[t]: rows that run loop t of the phase without gradient."""
     grad: tuple[int, ...]
     """grad[t]: rows that run loop t of the phase with gradient; all rows run the first."""
+    grad_cost: int = GRAD_COST
+    """Cost of a row with gradient, for the cuts; more when it is computed again."""
 
     @staticmethod
-    def from_depths(num_no_grad: Sequence[int], num_grad: Sequence[int]) -> LoopPlan:
+    def from_depths(
+        num_no_grad: Sequence[int], num_grad: Sequence[int], grad_cost: int = GRAD_COST
+    ) -> LoopPlan:
         """Per-row depths n_i and k_i, both non-increasing along the rows."""
         for depths in (num_no_grad, num_grad):
             assert all(a >= b for a, b in itertools.pairwise(depths)), (
                 f"rows must be sorted by depth, deepest first: {list(depths)}"
             )
-        return LoopPlan(_rows_per_loop(num_no_grad), _rows_per_loop(num_grad))
+        return LoopPlan(_rows_per_loop(num_no_grad), _rows_per_loop(num_grad), grad_cost)
 
     def work(self) -> int:
         """Loop work in row applications of the core without gradient."""
-        return sum(self.no_grad) + GRAD_COST * sum(self.grad)
+        return sum(self.no_grad) + self.grad_cost * sum(self.grad)
 
     def cut(self, fraction: float, num_layers: int) -> int:
         """Index into the (loop, layer) sequence where `fraction` of the work is done.
@@ -52,7 +56,9 @@ class LoopPlan:
             return total * num_layers
         target = fraction * self.work() * num_layers
         done = 0
-        for loop, cost in enumerate((*self.no_grad, *(GRAD_COST * rows for rows in self.grad))):
+        for loop, cost in enumerate(
+            (*self.no_grad, *(self.grad_cost * rows for rows in self.grad))
+        ):
             if done + cost * num_layers >= target:
                 return loop * num_layers + round((target - done) / cost)
             done += cost * num_layers

@@ -61,14 +61,14 @@ class BatchMaker:
         self.train = train
         self.validation = validation
         self.device = device
+        self.grad_cost = GRAD_COST + config.parallel.repeats_core
 
     def read(self, step: int) -> list[HostBatch]:
         """This rank's micro-batches of an optimizer step; safe to call from a reader thread."""
         ids = step_sample_ids(step, self.plan.global_batch)
         n, k = self.depths(step, ids)
-        grad_cost = GRAD_COST + (self.config.parallel.recompute_core != "none")
         positions = deal(
-            n + grad_cost * k,
+            n + self.grad_cost * k,
             dp=self.plan.dp,
             micro_batches=self.plan.accumulation,
             rows=self.plan.micro_batch,
@@ -97,11 +97,12 @@ class BatchMaker:
     def _to_device(self, batch: HostBatch, step: int) -> Batch:
         tokens = self._tensor(batch.tokens)
         looped = self.config.model.architecture == "looped"
+        depths = batch.num_no_grad, batch.num_grad
         return Batch(
             ids=tokens[:, :-1],
             labels=tokens[:, 1:],
             documents=None if batch.documents is None else self._tensor(batch.documents),
-            plan=LoopPlan.from_depths(batch.num_no_grad, batch.num_grad) if looped else None,
+            plan=LoopPlan.from_depths(*depths, self.grad_cost) if looped else None,
             start_state=partial(
                 start_state,
                 self.config.model,

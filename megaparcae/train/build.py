@@ -27,7 +27,8 @@ from megaparcae.parallel.apply import lay_out
 from megaparcae.parallel.mesh import Mesh, make_mesh
 from megaparcae.parallel.shard import spec_of
 from megaparcae.parallel.sharded_optimizer import ShardedOptimizer
-from megaparcae.parallel.stages import Stage, cost_line, describe_stages, make_stages, single_stage
+from megaparcae.parallel.stages import Stage, cost_line, make_stages, single_stage
+from megaparcae.train.pipeline_report import describe_pipeline
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def build_run(config: RunConfig, process: Process) -> Run:
     stages = plan_stages(config)
     logger.info(plan.explain())
     if len(stages) > 1:
-        logger.info(describe_stages(stages))
+        logger.info(describe_pipeline(config, plan, stages))
     with torch.device("meta"):
         model = build_model(config.model)
     lay_out(
@@ -77,7 +78,7 @@ def plan_stages(config: RunConfig) -> list[Stage]:
         return single_stage(config.model)
     looped = config.model.architecture == "looped"
     loops = expected_loops(config.model.recurrence) if looped else (0.0, 0.0)
-    line = cost_line(config.model, loops, config.parallel.recompute_core != "none")
+    line = cost_line(config.model, loops, config.parallel.repeats_core)
     return make_stages(
         config.model, line, pp=config.parallel.pp, layout=config.parallel.pipeline_layout
     )

@@ -44,8 +44,10 @@ class Case:
 
     @property
     def micro_batch(self) -> int:
-        """Of 8 sequences a step: as many micro-batches as stages, and two without a pipeline."""
-        return max(1, 8 // (self.dp * max(2, self.pp)))
+        """Of 8 sequences a step: two micro-batches or more; fewer where ranks exchange much."""
+        if self.tp == 4 and self.pp == 1:
+            return 8 // self.dp
+        return 8 // (self.dp * (2 if self.tp > 1 else max(2, self.pp)))
 
     def __str__(self) -> str:
         sp = "sp" if self.sequence_parallel else ""
