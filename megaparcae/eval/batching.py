@@ -48,6 +48,6 @@ def reported(items: Sequence[Item] | Iterable[Item], total: int, what: str) -> I
         now = time.monotonic()
         if done and now - last > SECONDS_BETWEEN_REPORTS:
             left = (now - begin) / done * (total - done)
-            logger.info("%s: %d of %d batches, about %.0f s left", what, done, total, left)
+            logger.info("%s: %d of %d pieces, about %.0f s left", what, done, total, left)
             last = now
         yield item
