@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megaparcae.checkpoint.storage import FORMAT
 from megaparcae.config.load import config_differences, config_tree, load_config
 from megaparcae.config.schema import ModelConfig, RunConfig
 from megaparcae.errors import UserError
@@ -37,6 +38,11 @@ def check_same_run(
     config: RunConfig, folder: Path, global_batch: int, meta: dict[str, Any]
 ) -> None:
     """UserError when weights would not fit, or the run would silently become another one."""
+    if meta.get("format") != FORMAT:
+        raise UserError(
+            f"{folder} has format {meta.get('format')}, but this version reads format {FORMAT}; "
+            "resume it with the version that saved it"
+        )
     saved = load_config(folder / "config.yaml")
     changed = [name for name in config_differences(saved, config) if not name.startswith(FREE)]
     shape = [n for n in changed if n.startswith("model.") and not n.startswith(LOOP)]

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 import megaparcae
 from megaparcae.checkpoint.compatibility import check_same_run
+from megaparcae.checkpoint.history import (
+    POINTER,
+    in_order,
+    pointed_at,
+    step_folders,
+    step_of,
+    superfluous,
+)
+from megaparcae.checkpoint.ranks import broadcast, gather, rank, together, world_size
 from megaparcae.checkpoint.storage import (
+    META,
     find_damage,
     newest_folder,
     read_folder,
     read_meta,
+    sync,
     write_folder,
     write_synced,
 )
@@ -28,9 +38,10 @@ from megaparcae.errors import UserError
 from megaparcae.log import logger
 from megaparcae.parallel.shard import Fragment
 
-FORMAT = 1
 SPARE = 1.02
-"""A save needs this much of its tensors' bytes on the disk."""
+"""A save needs this much of its tensors' bytes on the disk, and for each tensor"""
+HEADER = 2048
+"""bytes that say what it is."""
 
 
 class Checkpointed(Protocol):
@@ -60,7 +71,9 @@ class CheckpointManager:
         self.config = config
         self.global_batch = global_batch
         self.dir = Path(config.checkpoint.dir)
-        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self.is_first = rank() == 0
+        self.damaged: set[Path] = set()
+        """Checkpoints found damaged in this process: they don't count among those to keep."""
 
     def resume(self, engine: Checkpointed) -> int:
         """Restore the newest complete checkpoint; the number of steps made, 0 for a new run.
@@ -68,6 +81,7 @@ class CheckpointManager:
         Raises UserError when checkpoint.resume forbids what is there, or the run does not fit it.
         """
         mode = self.config.checkpoint.resume
+        self._remove_unfinished()
         folder = None if mode == "never" else self._newest_complete()
         if mode == "must" and folder is None:
             raise UserError(
@@ -96,36 +110,51 @@ class CheckpointManager:
     def save(self, step: int, engine: Checkpointed) -> Path | None:
         """Write step_XXXXXXXX, move `latest`, delete what need not be kept.
 
-        None when the disk is full and an older checkpoint stands: the run may go on. Raises
+        None when it could not be written and an older checkpoint stands: the run may go on. Raises
         OSError when there is none to fall back to.
         """
         folder = self.dir / f"step_{step:08d}"
+        problem = self._write(folder, step, engine)
+        if problem is None:
+            return folder
+        complete = [f for f in step_folders(self.dir) if (f / META).is_file()]
+        if not broadcast(any(f not in self.damaged for f in complete)):
+            raise OSError(problem)
+        self._warn("%s; step %d is not saved, older checkpoints stand", problem, step)
+        return None
+
+    def _write(self, folder: Path, step: int, engine: Checkpointed) -> str | None:
+        """All of a save; what went wrong, the same on all ranks, or None."""
         fragments = engine.owned_fragments()
-        problem = self._too_little_space(fragments)
-        if problem is not None:
-            if not self._complete_folders():
-                raise OSError(problem)
-            logger.warning("%s; step %d is not saved, older checkpoints stand", problem, step)
-            return None
         meta = {
-            "format": FORMAT,
             "step": step,
             "updates": engine.step_count(),
             "global_batch_size": self.global_batch,
-            "world_size": dist.get_world_size() if dist.is_initialized() else 1,
+            "world_size": world_size(),
             "versions": {"megaparcae": megaparcae.__version__, "torch": torch.__version__},
         }
-        write_folder(folder, fragments, config_text=dump_config(self.config), meta=meta)
+        try:
+            problem = self._too_little_space(fragments)
+            if problem is not None:
+                return problem
+            write_folder(folder, fragments, config_text=dump_config(self.config), meta=meta)
+            together(lambda: self._move_pointer(folder) if self.is_first else None)
+        except OSError as error:
+            return f"checkpoint.dir={self.dir} can't be written ({error}); check disk and quota"
+        self.damaged.discard(folder)
         if self.is_first:
-            pointer = self.dir / ".tmp-latest"
-            write_synced(pointer, folder.name + "\n")
-            pointer.replace(self.dir / "latest")
-            self._delete_old()
-        return folder
+            self._delete_old(step)
+        return None
+
+    def _move_pointer(self, folder: Path) -> None:
+        pointer = self.dir / f".tmp-{POINTER}"
+        write_synced(pointer, folder.name + "\n")
+        pointer.replace(self.dir / POINTER)
+        sync(self.dir)
 
     def _begin(self, engine: Checkpointed) -> None:
         """A new run: a folder that can be written, and weights from elsewhere if asked."""
-        problem = self._broadcast(self._why_unwritable() if self.is_first else None)
+        problem = broadcast(self._why_unwritable() if self.is_first else None)
         if problem is not None:
             raise UserError(
                 f"checkpoint.dir={self.dir} can't be written ({problem}); choose a folder that can"
@@ -153,43 +182,42 @@ class CheckpointManager:
 
     def _newest_complete(self) -> Path | None:
         """The newest undamaged checkpoint; every rank looks into its share of the files."""
-        names: list[str] = self._broadcast([f.name for f in self._folders() if _is_of_a_run(f)])
+        names = broadcast([f.name for f in in_order(self.dir) if _is_of_a_run(f)])
+        pointed = broadcast(pointed_at(self.dir))
+        if names and pointed is None:
+            self._warn("%s names no checkpoint; trying the newest", self.dir / POINTER)
         for folder in (self.dir / name for name in names):
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            world = dist.get_world_size() if dist.is_initialized() else 1
-            mine = find_damage(folder, rank, world)
-            problems: list[str | None] = [mine] * world
-            if dist.is_initialized():
-                dist.all_gather_object(problems, mine)
+            problems = gather(find_damage(folder, rank(), world_size()))
             damage = next((p for p in problems if p is not None), None)
             if damage is None:
                 return folder
-            logger.warning("%s is damaged (%s); trying the one before", folder, damage)
+            self.damaged.add(folder)
+            self._warn("%s is damaged (%s); trying another", folder, damage)
         return None
 
-    def _folders(self) -> list[Path]:
-        """Finished checkpoints, newest first."""
-        return sorted(self.dir.glob("step_[0-9]*"), reverse=True)
+    def _remove_unfinished(self) -> None:
+        """What a save that was killed has left."""
+        if self.is_first:
+            for left in self.dir.glob(".tmp-*step_*"):
+                shutil.rmtree(left, ignore_errors=True)
 
-    def _complete_folders(self) -> list[Path]:
-        return [folder for folder in self._folders() if (folder / "meta.json").is_file()]
-
-    def _delete_old(self) -> None:
-        keep, every = self.config.checkpoint.keep, self.config.checkpoint.keep_every
-        for old in self._complete_folders()[keep:] if keep else []:
-            if every and int(old.name.removeprefix("step_")) % every == 0:
-                continue
-            shutil.rmtree(old, ignore_errors=True)
+    def _delete_old(self, step: int) -> None:
+        options = self.config.checkpoint
+        old = superfluous(
+            self.dir,
+            step,
+            keep=options.keep,
+            keep_every=options.keep_every,
+            damaged=self.damaged,
+        )
+        for folder in old:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _too_little_space(self, fragments: list[Fragment]) -> str | None:
-        mine = sum(f.tensor.numel() * f.tensor.element_size() for f in fragments)
-        sizes = [mine]
-        if dist.is_initialized():
-            sizes = [0] * dist.get_world_size()
-            dist.all_gather_object(sizes, mine)
-        needed = SPARE * sum(sizes)
-        self.dir.mkdir(parents=True, exist_ok=True)
-        free = self._broadcast(shutil.disk_usage(self.dir).free)
+        sizes = [SPARE * f.tensor.numel() * f.tensor.element_size() + HEADER for f in fragments]
+        needed = sum(gather(sum(sizes)))
+        together(lambda: self.dir.mkdir(parents=True, exist_ok=True))
+        free = broadcast(shutil.disk_usage(self.dir).free)
         if free >= needed:
             return None
         return (
@@ -197,15 +225,12 @@ class CheckpointManager:
             f"{needed / 1e6:.1f} MB; free some space or choose another folder"
         )
 
-    def _broadcast(self, value: Any) -> Any:
-        """Rank 0's value on all ranks."""
-        if not dist.is_initialized():
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+    def _warn(self, message: str, *values: object) -> None:
+        """What all ranks know is said once."""
+        if self.is_first:
+            logger.warning(message, *values)
 
 
 def _is_of_a_run(folder: Path) -> bool:
     """Imported weights lie in a folder without meta.json; a damaged one may have lost it."""
-    return (folder / "meta.json").is_file() or folder.name != "step_00000000"
+    return (folder / META).is_file() or step_of(folder) != 0

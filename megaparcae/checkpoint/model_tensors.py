@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from megaparcae.checkpoint.storage import CONFIG, SafeReader
+from megaparcae.checkpoint.metadata import SafeReader
+from megaparcae.checkpoint.storage import CONFIG
 from megaparcae.config.load import load_config
 from megaparcae.config.schema import RunConfig
 from megaparcae.errors import UserError

@@ -12,22 +12,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -42,9 +39,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megaparcae.checkpoint.history import in_order
+from megaparcae.checkpoint.metadata import SafeReader
+from megaparcae.checkpoint.ranks import from_dcp, rank, together
 from megaparcae.errors import UserError
 from megaparcae.parallel.shard import Fragment
 
+FORMAT = 1
+"""Version of the folder's layout."""
 META = "meta.json"
 CONFIG = "config.yaml"
 
@@ -111,72 +113,68 @@ def _checked(name: str, fragment: Fragment, stored: object) -> TensorStorageMeta
     return stored
 
 
-PLAIN_TYPES = (
-    ("torch.serialization", "_get_layout"),
-    ("builtins", "set"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Admits what DCP's metadata consists of, and no other code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        of_dcp = module.startswith("torch.distributed.checkpoint.") and isinstance(found, type)
-        of_torch = module == "torch" and (found is torch.Size or isinstance(found, torch.dtype))
-        if of_dcp or of_torch or (module, name) in PLAIN_TYPES:
-            return found
-        raise UserError(f".metadata refers to {module}.{name}, which is no part of a checkpoint")
-
-
-class SafeReader(FileSystemReader):
-    """DCP's reader, without trusting the pickle that its metadata is."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _Unpickler(file).load()
-        assert isinstance(metadata, Metadata)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
 def write_folder(
     folder: Path, fragments: list[Fragment], *, config_text: str, meta: dict[str, Any]
 ) -> None:
-    """Save as `folder`, all ranks together; the name appears when everything is on disk."""
-    rank = _rank()
+    """Save as `folder`, all ranks together; the name appears when everything is on disk.
+
+    Raises OSError on all ranks when any could not write its part; what was there before stands.
+    """
     temporary = folder.with_name(f".tmp-{folder.name}")
-    if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        (temporary / CONFIG).write_text(config_text, encoding="utf-8")
-    _barrier()
-    save(
-        {},
-        storage_writer=FileSystemWriter(temporary, thread_count=1, sync_files=True),
-        planner=_FragmentSaver(fragments),
-    )
-    hashes = _gather(_hash_files(temporary.glob(f"__{rank}_*")))
-    if rank == 0:
-        for path in (temporary / ".metadata", temporary / CONFIG):
-            hashes |= _hash_files([path])
-        text = json.dumps({**meta, "files": dict(sorted(hashes.items()))}, indent=1)
-        write_synced(temporary / META, text)
-        sync(temporary / CONFIG)
-        sync(temporary)
-        if folder.exists():  # the same step, saved again after a resume
-            shutil.rmtree(folder)
-        temporary.rename(folder)
-        sync(folder.parent)
-    _barrier()
+    try:
+        together(lambda: _prepare(temporary, config_text) if rank() == 0 else None)
+        _write_fragments(temporary, fragments)
+        hashes = together(lambda: _hash_files(temporary.glob(f"__{rank()}_*")))
+        files = {name: entry for mine in hashes for name, entry in mine.items()}
+        together(lambda: _finish(temporary, folder, meta, files) if rank() == 0 else None)
+    except Exception:
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _prepare(temporary: Path, config_text: str) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write_synced(temporary / CONFIG, config_text)
+
+
+def _write_fragments(folder: Path, fragments: list[Fragment]) -> None:
+    try:
+        save(
+            {},
+            storage_writer=FileSystemWriter(folder, thread_count=1, sync_files=True),
+            planner=_FragmentSaver(fragments),
+        )
+    except CheckpointException as error:
+        raise from_dcp(error) from error
+
+
+def _finish(
+    temporary: Path, folder: Path, meta: dict[str, Any], files: dict[str, dict[str, Any]]
+) -> None:
+    files |= _hash_files([temporary / ".metadata", temporary / CONFIG])
+    text = json.dumps({"format": FORMAT, **meta, "files": dict(sorted(files.items()))}, indent=1)
+    write_synced(temporary / META, text)
+    sync(temporary)
+    replaced = folder.with_name(f".tmp-old-{folder.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():  # the same step, saved again after a resume
+        folder.rename(replaced)
+    temporary.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def read_folder(folder: Path, fragments: list[Fragment]) -> None:
-    """Fill the fragments in place, all ranks together."""
-    load({}, storage_reader=SafeReader(folder), planner=_FragmentLoader(fragments))
+    """Fill the fragments in place, all ranks together.
+
+    Raises UserError when the checkpoint lacks one or has it in another shape.
+    """
+    try:
+        load({}, storage_reader=SafeReader(folder), planner=_FragmentLoader(fragments))
+    except CheckpointException as error:
+        raise from_dcp(error) from error
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -213,13 +211,13 @@ def newest_folder(path: str | Path) -> Path:
     path = Path(path)
     folder = path if (path / ".metadata").is_file() else None
     if folder is None:
-        complete = sorted(path.glob("step_*/.metadata"))
+        complete = [f for f in in_order(path) if (f / ".metadata").is_file()]
         if not complete:
             raise UserError(
                 f"{path} holds no checkpoint; name a run's folder or one of its step_* folders"
             )
-        folder = complete[-1].parent
-    if (folder / "meta.json").is_file() and (damage := find_damage(folder)) is not None:
+        folder = complete[0]
+    if (folder / META).is_file() and (damage := find_damage(folder)) is not None:
         raise UserError(f"{folder} is damaged ({damage}); use another step")
     return folder
 
@@ -249,21 +247,3 @@ def _hash(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _gather(mine: dict[str, Any]) -> dict[str, Any]:
-    """The union over all ranks."""
-    if not dist.is_initialized():
-        return mine
-    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {name: value for some in everyone for name, value in some.items()}
