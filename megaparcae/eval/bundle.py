@@ -53,7 +53,7 @@ class Bundle:
     """Random accuracy by label, between 0 and 1."""
 
     def tasks(self, which: str) -> list[Task]:
-        """Tasks of `core`, `extended`, `bundle` (all that core.yaml lists) or comma-separated labels.
+        """Tasks of `core`, `extended`, `bundle` (all of core.yaml) or comma-separated labels.
 
         A task that core.yaml describes is taken from there. Raises UserError for a label that
         neither core.yaml nor CORE-Extended has.
@@ -118,8 +118,8 @@ def open_bundle(folder: str | Path) -> Bundle:
     for name in ("core.yaml", "eval_data", "eval_meta_data.csv"):
         if not (folder / name).exists():
             raise UserError(
-                f"--core {folder} has no {name}; give the folder of an evaluation bundle (core.yaml, "
-                "eval_data/, eval_meta_data.csv)"
+                f"--core {folder} has no {name}; give the folder of an evaluation bundle "
+                "(core.yaml, eval_data/, eval_meta_data.csv)"
             )
     content = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))
     entries = content.get("icl_tasks") if isinstance(content, dict) else None
@@ -164,13 +164,13 @@ def _baselines(folder: Path) -> dict[str, float]:
                 label, value = row["Eval Task"], float(row["Random baseline"]) / 100
             except (KeyError, TypeError, ValueError):
                 raise UserError(
-                    f"{path} needs the columns 'Eval Task' and 'Random baseline' (per cent), but has "
-                    f"the line {list(row.values())[:3]}; copy the bundle again"
+                    f"{path} needs the columns 'Eval Task' and 'Random baseline' (per cent), but "
+                    f"has the line {list(row.values())[:3]}; copy the bundle again"
                 ) from None
             if not 0 <= value < 1:
                 raise UserError(
-                    f"{path}: the random baseline of {label} is {100 * value:g}; it is in per cent, "
-                    "from 0 to below 100"
+                    f"{path}: the random baseline of {label} is {100 * value:g}; it must be in per "
+                    "cent, from 0 to below 100"
                 )
             found[label] = value
     return found

@@ -1,4 +1,4 @@
-"""Results of in-context tasks on disk: a line as soon as a task is done, and what they add up to."""
+"""Results of in-context tasks: on disk as soon as a task is done, and what they add up to."""
 
 from __future__ import annotations
 
