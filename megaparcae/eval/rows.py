@@ -40,6 +40,12 @@ class LossRows:
     text_bytes: int | None = None
     """UTF-8 bytes of the text where it is known exactly; else they are counted by token."""
 
+    def first(self, count: int) -> LossRows:
+        """The first `count` rows; their bytes are counted by token."""
+        if count >= len(self.lengths):
+            return self
+        return LossRows(self.lengths[:count], self.read, self.bytes_of_token)
+
 
 def dataset_rows(data: TokenDataset, num_rows: int, tokenizer: Tokenizer | None) -> LossRows:
     """The first rows of a dataset: a pure function of its config, whatever reads them."""

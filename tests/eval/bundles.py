@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,7 @@ def bigram_model(likely: str) -> torch.nn.Module:
     rows = len(model.embedding.weight)
     model.embedding.weight.data[:, :rows] = torch.eye(rows)
     data = likely.encode()
-    for before, after in zip(data, data[1:], strict=False):
+    for before, after in itertools.pairwise(data):
         model.head.weight.data[after + 3, before + 3] = 1.0
     return model
 

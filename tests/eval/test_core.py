@@ -264,7 +264,7 @@ def test_a_task_without_baseline_is_refused_before_anything_is_measured(tmp_path
 def test_generation_tasks_are_left_out_and_unknown_kinds_refused(tmp_path):
     kinds = ["question_answering", "schema"]
     tasks = [{"label": k, "icl_task_type": k, "num_fewshot": [0]} for k in kinds]
-    items = {kind: SCHEMA_ITEMS for kind in kinds}
+    items = dict.fromkeys(kinds, SCHEMA_ITEMS)
     bundle = open_bundle(write_bundle(tmp_path, tasks, items))
     assert [task.label for task in bundle.tasks("bundle")] == ["schema"]
     tasks[0]["icl_task_type"] = "poetry"
