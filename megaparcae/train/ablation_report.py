@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -40,6 +41,8 @@ def write_report(suite: Suite, outcomes: Sequence[Outcome], level: float, folder
             for depth in suite.depths
         }
         table = _table(suite, "T", suite.depths, cells, _depth_cell)
+        table += f"\n\nDifference from {suite.variants[0].label}, seed by seed:\n\n"
+        table += _table(suite, "T", suite.depths, cells, partial(_paired_cell, outcomes))
         _draw_depths(suite, cells, figure)
     figure.savefig(folder / f"{suite.name}.png", dpi=130)
     rows = [_row(outcome) for outcome in outcomes]
@@ -63,7 +66,8 @@ def _setting(outcomes: Sequence[Outcome], level: float) -> str:
         f"tokens, fp32. Mean ± standard deviation of {seeds} seeds; losses in nats per token of "
         f"{config.validation.num_sequences} held-out sequences. ✗: runs that did not converge, "
         f"that is were stopped for non-finite steps or ended above {level:.2f}, the entropy of "
-        "single tokens, for which no context is needed. ‖h‖: largest norm of a token's state."
+        "single tokens, for which no context is needed. ‖h‖: largest norm of a token's state. A "
+        "seed also chooses the held-out text, which is most of the spread."
     )
 
 
@@ -91,6 +95,17 @@ def _rate_cell(found: list[Outcome], _rate: float) -> str:
 
 def _depth_cell(found: list[Outcome], depth: float) -> str:
     return _loss_cell(found, lambda outcome: outcome.validation.get(int(depth), math.nan))
+
+
+def _paired_cell(outcomes: Sequence[Outcome], found: list[Outcome], depth: float) -> str:
+    """Loss less that of the first variant with the same seed, and so the same held-out text."""
+    first = {o.job.seed: o.validation for o in outcomes if o.job.variant == outcomes[0].job.variant}
+    apart = [
+        o.validation[int(depth)] - first[o.job.seed][int(depth)]
+        for o in found
+        if depth in o.validation and depth in first.get(o.job.seed, {})
+    ]
+    return _spread(apart) if apart else "-"
 
 
 def _loss_cell(found: list[Outcome], loss_of: Callable[[Outcome], float]) -> str:

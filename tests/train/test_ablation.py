@@ -87,6 +87,8 @@ def test_the_report_shows_spread_and_failures(name, tmp_path):
     text = write_report(SUITES[name], outcomes, LEVEL, tmp_path / "docs")
     assert "3.100 ± 0.141" in text, "mean and standard deviation of two seeds"
     assert "✗ 1/2" in text and "Paper:" in text
+    if name == "table4":  # the third run, seed 1 of the second variant, was stopped
+        assert "| + constrained A | -0.200 |" in text, "pairs of runs with one seed"
     assert all(variant.label in text for variant in SUITES[name].variants)
     assert (tmp_path / "docs" / f"{name}.png").stat().st_size > 5000
     rows = json.loads((tmp_path / "docs" / f"{name}.json").read_text())
