@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megaparcae.errors import run_command
 from megaparcae.log import setup_logging
