@@ -175,6 +175,15 @@ def _gather_zero_1_and_2(wrapper: Optimizer) -> None:
     )
 
 
+@torch.no_grad()
+def refresh_master(parameter: nn.Parameter) -> None:
+    """ZeRO-1: this dp rank's range of the weights that the optimizer updates, from the model's."""
+    mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is not None:
+        at = mapping.lp_fragment_address
+        mapping.hp_fragment.copy_(parameter.view(-1).narrow(0, at.start, at.numel))
+
+
 def _base(wrapper: Optimizer) -> Optimizer:
     """The AdamW inside DeepSpeed's wrapper."""
     base = wrapper.optimizer  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ from megaparcae.engine.fragments import (
     local_fragments,
     owned_fragments,
     prepare_load,
+    refresh_master,
     step_count,
     watch_gradients,
 )
@@ -94,6 +95,13 @@ class _Pipeline(PipelineModule):
         for parameter in stage.parameters():  # counted once in DeepSpeed's gradient norm
             parameter.ds_pipe_replicated = spec_of(parameter).stages[0] != mesh.pp.index  # type: ignore[attr-defined]
 
+    def adopt_placeholders(self, optimizer: Optimizer) -> None:
+        """DeepSpeed wants a name for everything the optimizer holds, the model's or not."""
+        mine = set(self.parameters())
+        held = [p for group in optimizer.param_groups for p in group["params"] if p not in mine]
+        for number, placeholder in enumerate(held):
+            self.register_parameter(f"placeholder_{number}", placeholder)
+
     def get_tied_weights_and_groups(self) -> list[tuple[Tensor, ProcessGroup]]:
         return self.tied
 
@@ -117,6 +125,7 @@ class PipelineEngine:
         self.stage = StageModule(model, part, zero_missing=bool(zero_stage))
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its layer list
             pipeline = _Pipeline(self.stage, mesh, tied if zero_stage else [])
+            pipeline.adopt_placeholders(optimizer)
             self.deepspeed, *_ = deepspeed.initialize(
                 model=pipeline,
                 optimizer=optimizer,
@@ -127,6 +136,9 @@ class PipelineEngine:
         self.module = model
         self.optimizer: Optimizer = self.deepspeed.optimizer
         watch_gradients(self.optimizer)
+        # With three or more summands the order of DeepSpeed's sum over dp may depend on where a
+        # gradient lies in its buffer, which differs from stage to stage: copies would drift apart.
+        self.drifting = tied if zero_stage and mesh.dp.size > 2 else []
         self.factor = self.deepspeed.gradient_accumulation_steps() * (
             mesh.dp.size if zero_stage else 1
         )
@@ -138,6 +150,7 @@ class PipelineEngine:
         self._load(batches, loss_scale * self.factor)
         self.stage.judge = None if accept is None else self._make_judge(accept)
         mean = self.deepspeed.train_batch(_nothing())  # over micro-batches and dp ranks
+        self._reunite_copies()
         return mean * (
             self.deepspeed.gradient_accumulation_steps() * self.mesh.dp.size / self.factor
         )
@@ -189,6 +202,13 @@ class PipelineEngine:
             return loss if accept(float(total)) else decline(loss)
 
         return judge
+
+    @torch.no_grad()
+    def _reunite_copies(self) -> None:
+        """Every stage takes its copies of tied weights from the first stage that has one."""
+        for parameter, group in self.drifting:
+            dist.broadcast(parameter, src=dist.get_global_rank(group, 0), group=group)
+            refresh_master(parameter)
 
     def _load(self, batches: Sequence[MicroBatch], loss_scale: float) -> None:
         self.stage.queue.clear()  # a step that was cut short leaves some

@@ -102,19 +102,24 @@ def make_optimizer(config: RunConfig, model: nn.Module, mesh: Mesh) -> Optimizer
     if config.parallel.zero_stage == 0:
         return ShardedOptimizer(parameters, recipe, mesh)
 
+    device = parameters[0].device
+
     def group(decayed: bool) -> dict[str, object]:
         specs = {p: spec_of(p) for p in parameters}
         chosen = [
             p for p, s in specs.items() if recipe.rule(s.name, s.full_shape).decayed is decayed
         ]
-        return {"params": chosen, "weight_decay": config.optimizer.weight_decay * decayed}
+        # A stage may have none, but DeepSpeed adds norms up over the stages group by group.
+        placeholder = nn.Parameter(torch.zeros(1, device=device))
+        weight_decay = config.optimizer.weight_decay * decayed
+        return {"params": chosen or [placeholder], "weight_decay": weight_decay}
 
     return torch.optim.AdamW(
-        [g for g in (group(True), group(False)) if g["params"]],
+        [group(True), group(False)],
         lr=config.optimizer.lr,
         betas=config.optimizer.betas,
         eps=config.optimizer.eps,
-        fused=parameters[0].is_cuda,
+        fused=device.type == "cuda",
     )
 
 
