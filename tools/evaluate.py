@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     add("--lm-eval", metavar="TASKS", help="table3, perplexity or names; needs an export")
     add("--lm-eval-path", metavar="DIR", help="folder with task files of your own")
     add("--start", choices=("zero", "drawn"), default="zero", help="state h_0; drawn: as trained")
-    add("--seed", type=int, default=0, help="of drawn start states")
+    add("--seed", type=int, help="of drawn start states (default: the run's)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the arithmetic")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--batch-tokens", type=int, default=16384, help="tokens at once (default 16384)")

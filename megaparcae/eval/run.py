@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megaparcae.config.schema import DataConfig, DatasetConfig, RunConfig
 from megaparcae.data.build import open_all_documents, open_datasets
+from megaparcae.data.indexed import IndexedDataset
 from megaparcae.data.tokenizer import Tokenizer, load_tokenizer
 from megaparcae.errors import UserError
 from megaparcae.eval.bundle import open_bundle
@@ -16,6 +20,10 @@ from megaparcae.eval.ranks import Ranks
 from megaparcae.eval.results import ResultFile, TaskResult
 from megaparcae.eval.rows import LossRows, dataset_rows, text_rows
 from megaparcae.eval.scoring import Scorer
+from megaparcae.eval.token_bytes import token_bytes
+
+DOCUMENTS_COMPARED, TOKENS_COMPARED, TAIL = 8, 512, 16
+"""Of each shard, to see whether a tokenizer is the one that wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +76,29 @@ def _rows(
         train=tuple(DatasetConfig(prefix=prefix) for prefix in options.data),
         packing="best_fit" if packing == "best_fit" else "concatenate",
         document_mask=run.data.document_mask if run else False,
-        tokenizer=tokenizer,
+        # an export's tokenizer is another file than the one that wrote the shards
+        tokenizer=None if known and _reads_shards(known, options.data) else tokenizer,
         cache_dir=run.data.cache_dir if run else None,
     )
     vocab_size = scorer.config.vocab_size
     dataset = open_all_documents(data, sequence_length=length, vocab_size=vocab_size)
     return dataset_rows(dataset, dataset.num_samples, known)
+
+
+def _reads_shards(tokenizer: Tokenizer, prefixes: Sequence[str]) -> bool:
+    """Whether it encodes the text of each shard's first documents as the shard has it."""
+    special = token_bytes(tokenizer) == 0
+    for shard in map(IndexedDataset, prefixes):
+        for document in range(min(DOCUMENTS_COMPARED, shard.num_documents)):
+            ids = shard.get(document)[:TOKENS_COMPARED].astype(np.int64)
+            if len(ids) and ids.max() >= len(special):
+                return False
+            ids = ids[~special[ids]]
+            again = tokenizer.encode(tokenizer.decode(ids))
+            whole = max(0, len(ids) - TAIL)  # a word that is cut encodes otherwise
+            if again[:whole] != ids[:whole].tolist():
+                return False
+    return True
 
 
 def _validation_rows(run: RunConfig | None, tokenizer: Tokenizer | None) -> LossRows:

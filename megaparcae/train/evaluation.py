@@ -34,11 +34,12 @@ def evaluate(args: argparse.Namespace) -> str:
         _check_lm_eval(args, ranks)
     loaded = load_model(args.model, device)
     config = loaded.model.config
+    trained_with = loaded.run.train.seed if loaded.run else 0
     scorer = Scorer(
         loaded.model,
         num_loops=depths(args.num_loops, config.recurrence.mean_recurrence, config.architecture),
         start=args.start,
-        seed=args.seed,
+        seed=trained_with if args.seed is None else args.seed,
         dtype=getattr(torch, args.dtype),
     )
     logger.info("%s: T = %s", loaded.folder, ", ".join(map(str, scorer.num_loops)))
