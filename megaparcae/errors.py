@@ -37,7 +37,7 @@ def run_command(main: Callable[[], int | None]) -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    """Say it once: what is wrong with the options, every rank of a run finds out."""
-    if code != 2 or os.environ.get("RANK", "0") == "0":
+    """Say it once a machine: every rank finds out what is wrong with options or files there."""
+    if code != 2 or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     return code

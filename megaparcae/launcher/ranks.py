@@ -36,6 +36,28 @@ def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def network_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """GLOO_SOCKET_IFNAME: the interface that leads to MASTER_ADDR, unless it is this machine.
+
+    Gloo by itself takes the address of the host's name, often a loopback address that no other
+    machine reaches; all then wait for ever.
+    """
+    if "GLOO_SOCKET_IFNAME" in environ:
+        return {}
+    import psutil  # comes with deepspeed
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((environ["MASTER_ADDR"], 1))  # sends nothing, only looks for the route
+        except OSError:
+            return {}
+        here = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if not here.startswith("127.") and here in (a.address for a in addresses):
+            return {"GLOO_SOCKET_IFNAME": name}
+    return {}
+
+
 def first_host(nodelist: str) -> str:
     """The first name of Slurm's compressed list: node[03-07,9],gpu1 gives node03."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist)

@@ -37,17 +37,24 @@ def main() -> int:
     overrides = [item for group in arguments.overrides for item in group]
     config = load_config(arguments.config, overrides)
 
-    from megaparcae.launcher.ranks import rank_variables
+    from megaparcae.launcher.ranks import network_variables, rank_variables
 
     os.environ.update(rank_variables(os.environ))
+    os.environ.update(network_variables(os.environ))
 
     from megaparcae.engine.distributed import init_distributed
-    from megaparcae.log import setup_logging
+    from megaparcae.log import logger, setup_logging
+    from megaparcae.train.lost_rank import LostRankError
     from megaparcae.train.run import train
 
     process = init_distributed(config.train.device)
     setup_logging(process.rank)
-    return train(config, process)
+    try:
+        return train(config, process)
+    except LostRankError as error:
+        logger.debug("", exc_info=True)
+        logger.error("error: %s", error)
+        os._exit(1)  # to take down a communicator that misses a rank may take for ever
 
 
 if __name__ == "__main__":

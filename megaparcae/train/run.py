@@ -12,20 +12,31 @@ from megaparcae.data.describe import draw_table, plan_epochs
 from megaparcae.engine.distributed import Process
 from megaparcae.log import logger
 from megaparcae.train.build import build_run
+from megaparcae.train.lost_rank import LostRankError, is_lost_rank
 from megaparcae.train.safety import STOPPED_EXIT_CODE
 from megaparcae.train.trainer import Trainer
 
 
 def train(config: RunConfig, process: Process) -> int:
-    """Train to the end or until asked to stop; the exit code of the process."""
+    """Train to the end or until asked to stop; the exit code of the process.
+
+    Raises LostRankError when another rank is gone.
+    """
     train_data, validation_data = open_datasets(
         config.data, config.model, config.validation, seed=config.train.seed
     )
     config = with_epochs(config, train_data, process.world_size)
     samples = config.train.num_steps * batch_plan(config, process.world_size).global_batch
     logger.info("%s", draw_table(train_data, samples))
-    trainer = Trainer(build_run(config, process), train_data, validation_data)
-    return 0 if trainer.train() else STOPPED_EXIT_CODE
+    trainer = None
+    try:
+        trainer = Trainer(build_run(config, process), train_data, validation_data)
+        complete = trainer.train()
+    except RuntimeError as error:
+        if is_lost_rank(error):
+            raise LostRankError(trainer.last_step if trainer else None) from error
+        raise
+    return 0 if complete else STOPPED_EXIT_CODE
 
 
 def batch_plan(config: RunConfig, world_size: int) -> BatchPlan:

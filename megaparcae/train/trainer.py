@@ -31,6 +31,8 @@ class Trainer:
         self.config = config
         self.run_dir = Path(config.checkpoint.dir)
         self.is_writer = run.mesh.rank == 0
+        self.last_step: int | None = None
+        """Optimizer steps finished so far, those before a resume included."""
         self.batches = BatchMaker(
             config,
             run.plan,
@@ -53,6 +55,7 @@ class Trainer:
     def train(self) -> bool:
         """Run to the last step or until asked to stop; True when the run is complete."""
         step = self.checkpoints.resume(self.run.engine)
+        self.last_step = step or None
         self.remember(step)
         self.sinks = make_sinks(self.config, self.run_dir, self.is_writer)
         reader = Prefetcher(
@@ -65,7 +68,7 @@ class Trainer:
         try:
             while step < self.config.train.num_steps:
                 record = self.step(step, reader)
-                step += 1
+                self.last_step = step = step + 1
                 self.report(record)
                 if self.config.train.loss_spike == "roll_back":
                     self.roll_back_if(record["loss_spike"], step, saved)

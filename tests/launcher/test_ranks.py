@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megaparcae.errors import UserError
-from megaparcae.launcher.ranks import first_host, rank_variables, ranks_exist, tasks_on_node
+from megaparcae.launcher.ranks import (
+    first_host,
+    network_variables,
+    rank_variables,
+    ranks_exist,
+    tasks_on_node,
+)
 
 STEP = {
     "SLURM_PROCID": "9",
@@ -64,3 +70,9 @@ def test_tasks_of_each_node():
     assert [tasks_on_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
     with pytest.raises(UserError, match="has no entry for node 3"):
         tasks_on_node("4(x2),3", 3)
+
+
+def test_the_users_interface_stands_and_one_machine_needs_none():
+    assert network_variables({"GLOO_SOCKET_IFNAME": "ib0", "MASTER_ADDR": "10.0.0.1"}) == {}
+    assert network_variables({"MASTER_ADDR": "127.0.0.1"}) == {}
+    assert network_variables({"MASTER_ADDR": "no.such.host.invalid"}) == {}
