@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +12,8 @@ import pytest
 from bundles import write_bundle
 
 from cli.training_runs import ROOT, environment, make_shard, records, run_tool, train
+from megaparcae.errors import UserError
+from megaparcae.log import logger
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +33,26 @@ def made(tmp_path_factory) -> Path:
 
 
 def evaluate(made: Path, *arguments: object, model: str = "run") -> dict:
-    """What --json holds."""
+    """What --json holds; the command runs in this process, which saves its start."""
     report = made / "report.json"
-    run_tool("evaluate.py", "--model", made / model, "--json", report, *arguments)
+    main(["--model", made / model, "--json", report, *arguments])
     return json.loads(report.read_text())
+
+
+def main(arguments: list[object]) -> None:
+    """tools/evaluate.py with these arguments."""
+    spec = importlib.util.spec_from_file_location("evaluate_tool", ROOT / "tools" / "evaluate.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    handlers, propagate = logger.handlers[:], logger.propagate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments)])
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        try:
+            tool.main()
+        finally:
+            logger.handlers[:], logger.propagate = handlers, propagate
 
 
 def losses(report: dict) -> list[float]:
@@ -94,20 +112,6 @@ def test_core_of_an_export_is_that_of_its_checkpoint_and_is_resumed(made):
     assert export["scores"] == first["scores"]
 
 
-def failing(made: Path, *arguments: object, model: str = "run", **extra: str) -> str:
-    command = [sys.executable, ROOT / "tools" / "evaluate.py", "--model", made / model, *arguments]
-    done = subprocess.run(
-        list(map(str, command)),
-        env=environment(**extra),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
-
-
 @pytest.mark.parametrize(
     "arguments, model, message",
     [
@@ -120,7 +124,25 @@ def failing(made: Path, *arguments: object, model: str = "run", **extra: str) ->
     ],
 )
 def test_mistakes_are_explained(made, arguments, model, message):
-    assert message in failing(made, *arguments, model=model)
+    with pytest.raises(UserError, match=message):
+        evaluate(made, *arguments, model=model)
+
+
+def test_a_mistake_ends_the_command_without_a_traceback(made):
+    command = [
+        sys.executable,
+        ROOT / "tools" / "evaluate.py",
+        "--model",
+        made / "run",
+        "--data",
+        "x",
+    ]
+    done = subprocess.run(
+        list(map(str, command)), env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "x does not exist" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 LOCAL_TASK = """
@@ -136,7 +158,7 @@ metric_list: [{{metric: acc}}]
 """
 
 
-def test_lm_eval_scores_an_export_at_every_depth(made):
+def test_lm_eval_scores_an_export_at_every_depth(made, monkeypatch):
     pytest.importorskip("lm_eval")
     folder = made / "lm_eval"
     folder.mkdir()
@@ -146,11 +168,11 @@ def test_lm_eval_scores_an_export_at_every_depth(made):
     ]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     (folder / "made.yaml").write_text(LOCAL_TASK.format(file=folder / "items.jsonl"))
-    os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     arguments = ("--lm-eval", "made_choice", "--lm-eval-path", folder, "--num-loops", "1,4")
     report = evaluate(made, *arguments, model="export")
     assert set(report["lm_eval"]) == {"1", "4"}
     for result in report["lm_eval"].values():
         assert 0 <= result["made_choice"]["acc,none"] <= 1
-    said = failing(made, "--lm-eval", "no_such_task", model="export")
-    assert "no task 'no_such_task'" in said
+    with pytest.raises(UserError, match="no task 'no_such_task'"):
+        evaluate(made, "--lm-eval", "no_such_task", model="export")
