@@ -176,7 +176,7 @@ def _gather_zero_1_and_2(wrapper: Optimizer) -> None:
 
 
 @torch.no_grad()
-def refresh_master(parameter: nn.Parameter) -> None:
+def refresh_master(parameter: Tensor) -> None:
     """ZeRO-1: this dp rank's range of the weights that the optimizer updates, from the model's."""
     mapping = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is not None:
