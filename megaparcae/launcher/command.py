@@ -17,6 +17,8 @@ from megaparcae.launcher.supervise import supervise
 from megaparcae.log import logger, setup_logging
 
 THREADS_AT_MOST = 8
+SSH_PROBES = "-o ServerAliveInterval=30 -o ServerAliveCountMax=4"
+"""A machine that is silent for two minutes is given up; ssh by itself may wait for ever."""
 
 
 def main() -> int:
@@ -47,6 +49,7 @@ def child_environment(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str,
     child.setdefault("OMP_NUM_THREADS", str(threads))
     if plan.over_ssh:
         _check_pdsh(environ)
+        child.setdefault("PDSH_SSH_ARGS_APPEND", SSH_PROBES)
         child["DS_ENV_FILE"] = _write_env_file(child)
     return child
 

@@ -15,6 +15,7 @@ from megaparcae.optim.schedule import hyperparameters_at
 from megaparcae.train.batches import BatchMaker, HostBatch
 from megaparcae.train.build import Run, apply_schedule
 from megaparcae.train.health import HealthMonitor
+from megaparcae.train.lost_rank import probe_connections
 from megaparcae.train.metrics import Record, StepClock, console_line, make_sinks, work_record
 from megaparcae.train.safety import RollBackGuard, SkipGuard, StopRequest, on_any_rank
 from megaparcae.train.spikes import SpikeDetector, agreed_history
@@ -56,6 +57,8 @@ class Trainer:
         """Run to the last step or until asked to stop; True when the run is complete."""
         step = self.checkpoints.resume(self.run.engine)
         self.last_step = step or None
+        if self.run.process.device.type == "cpu":
+            probe_connections()
         self.remember(step)
         self.sinks = make_sinks(self.config, self.run_dir, self.is_writer)
         reader = Prefetcher(

@@ -21,6 +21,12 @@ RANKS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "DS_ACCELERATO
 
 
 @pytest.fixture(scope="module")
+def options(tmp_path_factory) -> dict[str, object]:
+    shard = make_shard(tmp_path_factory.mktemp("shard"))
+    return {**shard, "checkpoint.interval": 5, "validation.interval": 0}
+
+
+@pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
     missing = missing_tools()
     if missing or os.geteuid() != 0:
@@ -50,10 +56,9 @@ def wait_for(path: Path, process, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def test_a_job_loses_a_machine_says_so_and_goes_on_from_its_checkpoint(nodes, tmp_path):
-    options = make_shard(tmp_path)
+def test_a_job_loses_a_machine_says_so_and_goes_on_from_its_checkpoint(nodes, options, tmp_path):
     run_dir = tmp_path / "run"
-    options |= {"checkpoint.dir": run_dir, "checkpoint.interval": 5, "validation.interval": 0}
+    options = {**options, "checkpoint.dir": run_dir}
     endless = settings({**options, "train.num_steps": 1_000_000})
 
     hostfile = {"HOSTFILE": str(nodes.hostfile)}
@@ -77,6 +82,24 @@ def test_a_job_loses_a_machine_says_so_and_goes_on_from_its_checkpoint(nodes, tm
     assert f"resumed {run_dir}/step_{saved:08d}" in said
     assert (run_dir / "latest").read_text() == f"step_{saved + 5:08d}\n"
     assert set(records(run_dir)) >= set(range(1, saved + 6))
+
+
+def test_a_machine_that_falls_silent_is_noticed_within_a_minute(nodes, options, tmp_path):
+    run_dir = tmp_path / "run"
+    endless = settings({**options, "checkpoint.dir": run_dir, "train.num_steps": 1_000_000})
+    job = nodes.start("bash", SCRIPT, *endless, cwd=ROOT, **RANKS, HOSTFILE=str(nodes.hostfile))
+    wait_for(run_dir / "latest", job)
+    nodes.cut_cable()
+    try:
+        deadline = time.monotonic() + 60
+        while nodes.ranks(0) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert not nodes.ranks(0), "the surviving rank still waits"
+    finally:
+        job.kill()
+        nodes.kill_ranks(1)
+        nodes.mend_cable()
+    assert_says_what_happened(job.communicate(timeout=20)[0], max(records(run_dir)))
 
 
 def assert_says_what_happened(said: str, last_step: int) -> None:

@@ -92,12 +92,24 @@ class TwoNodes:
             text=True,
         )
 
+    def ranks(self, index: int) -> list[int]:
+        """Process ids of a machine's ranks."""
+        return [pid for pid in self.processes(index) if RANK_COMMAND in command_line(pid)]
+
     def kill_ranks(self, index: int) -> None:
         """kill -9 of all ranks of a machine."""
-        killed = [pid for pid in self.processes(index) if RANK_COMMAND in command_line(pid)]
+        killed = self.ranks(index)
         assert killed, f"no rank runs on node-{index}"
         for pid in killed:
             kill(pid)
+
+    def cut_cable(self) -> None:
+        """No packet leaves node-1 any more, not even the last one of a connection."""
+        run("ip", "-n", self.names[1], "link", "set", INTERFACE, "down")
+
+    def mend_cable(self) -> None:
+        """Packets pass again."""
+        run("ip", "-n", self.names[1], "link", "set", INTERFACE, "up")
 
     def processes(self, index: int) -> list[int]:
         """Ids of everything that runs on a machine."""
