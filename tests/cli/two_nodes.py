@@ -103,6 +103,12 @@ class TwoNodes:
         for pid in killed:
             kill(pid)
 
+    def kill_jobs(self) -> None:
+        """kill -9 of everything on both machines but their sshd."""
+        servers = {server.pid for server in self.servers}
+        for pid in {*self.processes(0), *self.processes(1)} - servers:
+            kill(pid)
+
     def cut_cable(self) -> None:
         """No packet leaves node-1 any more, not even the last one of a connection."""
         run("ip", "-n", self.names[1], "link", "set", INTERFACE, "down")
