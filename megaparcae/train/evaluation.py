@@ -109,7 +109,6 @@ def _check_lm_eval(args: argparse.Namespace, ranks: Ranks) -> None:
     """What can be said before the model is loaded."""
     from megaparcae.eval.harness import require_lm_eval
 
-    require_lm_eval()
     if ranks.count > 1:
         raise UserError("--lm-eval runs in one process; start it without torchrun or deepspeed")
     if args.start != "zero":
@@ -119,6 +118,7 @@ def _check_lm_eval(args: argparse.Namespace, ranks: Ranks) -> None:
             f"--lm-eval needs an export with a tokenizer, and {args.model} is none; make one with "
             "tools/convert_to_hf.py"
         )
+    require_lm_eval()
 
 
 def _lm_eval(

@@ -147,7 +147,7 @@ def test_checkpoint_to_folder_to_text_and_back(tmp_path: Path) -> None:
     "name, args, message",
     [
         ("generate", ["--model", "nowhere", "--prompt", "x"], "config.json is missing"),
-        ("convert_to_hf", ["--checkpoint", "nowhere", "--output", "out"], "no complete checkpoint"),
+        ("convert_to_hf", ["--checkpoint", "nowhere", "--output", "out"], "holds no checkpoint"),
         ("convert_from_hf", ["--input", "nowhere", "--output", "out"], "config.json is missing"),
     ],
 )
