@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,3 +18,5 @@ os.environ.update(
 # Command lines that tests start find the package also when it is not installed.
 entries = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(entries)
+# Started in the background of a shell, Ctrl-C would be ignored here and in everything started here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
