@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaparcae.model.loop import LoopPlan
+from megaparcae.model.loop_plan import LoopPlan
+from megaparcae.model.loop_plan import depth_order as depth_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +25,6 @@ class Batch:
     """Loops of each row (looped models only)."""
     start_state: Callable[[], Tensor] | None = None
     """Draws h_0 [B, S, d] when the stage that begins the loop needs it (looped models only)."""
-
-
-def depth_order(num_no_grad: Sequence[int], num_grad: Sequence[int]) -> list[int]:
-    """Row order, deepest first, in which both phases' depths descend.
-
-    Every sampler gives depths for which this order exists: a row with more loops without gradient
-    never has fewer with gradient.
-    """
-    rows = range(len(num_grad))
-    return sorted(rows, key=lambda i: (-int(num_no_grad[i]), -int(num_grad[i]), i))
 
 
 def fixed_depth(ids: Tensor, num_loops: int, start_state: Tensor, **rest: Tensor | None) -> Batch:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+if TYPE_CHECKING:  # the planner does without torch
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ from megaparcae.engine.plain import PlainEngine
 from megaparcae.log import logger
 from megaparcae.model.blocks import Block
 from megaparcae.model.build import build_model
-from megaparcae.model.expected_depth import expected_loops
 from megaparcae.model.init import initial_value
 from megaparcae.model.looped_core import LoopedCore
 from megaparcae.optim.recipe import make_recipe
@@ -27,8 +26,8 @@ from megaparcae.parallel.apply import lay_out
 from megaparcae.parallel.mesh import Mesh, make_mesh
 from megaparcae.parallel.shard import spec_of
 from megaparcae.parallel.sharded_optimizer import ShardedOptimizer
-from megaparcae.parallel.stages import Stage, cost_line, make_stages, single_stage
-from megaparcae.train.pipeline_report import describe_pipeline
+from megaparcae.parallel.stages import Stage
+from megaparcae.train.pipeline_report import describe_pipeline, plan_stages
 
 
 @dataclass(frozen=True)
@@ -70,18 +69,6 @@ def build_run(config: RunConfig, process: Process) -> Run:
         compile_blocks(model)
     engine = make_engine(config, plan, mesh, stages, model)
     return Run(config, process, mesh, plan, stages, model, engine)
-
-
-def plan_stages(config: RunConfig) -> list[Stage]:
-    """The pipeline's stages; one that runs everything without a pipeline."""
-    if config.parallel.pp == 1:
-        return single_stage(config.model)
-    looped = config.model.architecture == "looped"
-    loops = expected_loops(config.model.recurrence) if looped else (0.0, 0.0)
-    line = cost_line(config.model, loops, config.parallel.repeats_core)
-    return make_stages(
-        config.model, line, pp=config.parallel.pp, layout=config.parallel.pipeline_layout
-    )
 
 
 def make_engine(

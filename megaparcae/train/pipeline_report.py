@@ -7,10 +7,16 @@ import numpy as np
 from megaparcae.config.batch import BatchPlan
 from megaparcae.config.schema import RunConfig
 from megaparcae.data.sampler import deal, step_sample_ids
-from megaparcae.model.batch import depth_order
-from megaparcae.model.depth import sample_depths
-from megaparcae.model.loop import GRAD_COST, LoopPlan
-from megaparcae.parallel.stages import Stage, describe_stages
+from megaparcae.model.draws import sample_depths
+from megaparcae.model.expected_depth import expected_loops
+from megaparcae.model.loop_plan import GRAD_COST, LoopPlan, depth_order
+from megaparcae.parallel.stages import (
+    Stage,
+    cost_line,
+    describe_stages,
+    make_stages,
+    single_stage,
+)
 from megaparcae.scaling.simulate import (
     PassCosts,
     PipelineTime,
@@ -21,6 +27,18 @@ from megaparcae.scaling.simulate import (
 
 MOST_MICRO_BATCHES = 256
 """Simulated for the message: a tenth of a second."""
+
+
+def plan_stages(config: RunConfig) -> list[Stage]:
+    """The pipeline's stages; one that runs everything without a pipeline."""
+    if config.parallel.pp == 1:
+        return single_stage(config.model)
+    looped = config.model.architecture == "looped"
+    loops = expected_loops(config.model.recurrence) if looped else (0.0, 0.0)
+    line = cost_line(config.model, loops, config.parallel.repeats_core)
+    return make_stages(
+        config.model, line, pp=config.parallel.pp, layout=config.parallel.pipeline_layout
+    )
 
 
 def describe_pipeline(config: RunConfig, plan: BatchPlan, stages: list[Stage]) -> str:
