@@ -27,6 +27,7 @@ def local_fragments(
     parameters: Iterable[nn.Parameter], optimizer: Optimizer, mesh: Mesh
 ) -> list[Fragment]:
     """Every weight and state on this rank, replicas included: what a load fills."""
+    _make_states(optimizer)
     return list(_all(parameters, optimizer, mesh, to_save=False))
 
 
@@ -34,6 +35,7 @@ def owned_fragments(
     parameters: Iterable[nn.Parameter], optimizer: Optimizer, mesh: Mesh
 ) -> list[Fragment]:
     """This rank's part of a save: every element of the model is owned by exactly one rank."""
+    _make_states(optimizer)
     return list(_all(parameters, optimizer, mesh, to_save=True))
 
 
@@ -126,8 +128,8 @@ def last_step_skipped(optimizer: Optimizer) -> bool:
     return bool(optimizer.overflow)  # type: ignore[attr-defined]
 
 
-def prepare_load(optimizer: Optimizer) -> None:
-    """Make sure that every state exists, so that a load has storage to fill."""
+def _make_states(optimizer: Optimizer) -> None:
+    """States of zeros where the first step has not made them yet."""
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.init_states()
         return

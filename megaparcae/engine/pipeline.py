@@ -30,7 +30,6 @@ from megaparcae.engine.fragments import (
     last_step_skipped,
     local_fragments,
     owned_fragments,
-    prepare_load,
     refresh_master,
     step_count,
     watch_gradients,
@@ -180,7 +179,6 @@ class PipelineEngine:
         return owned_fragments(self.module.parameters(), self.optimizer, self.mesh)
 
     def local_fragments(self) -> list[Fragment]:
-        prepare_load(self.optimizer)
         return local_fragments(self.module.parameters(), self.optimizer, self.mesh)
 
     def step_count(self) -> int:

@@ -18,7 +18,6 @@ from megaparcae.engine.fragments import (
     last_step_skipped,
     local_fragments,
     owned_fragments,
-    prepare_load,
     step_count,
     watch_gradients,
 )
@@ -94,7 +93,6 @@ class PlainEngine:
         return owned_fragments(self.module.parameters(), self.optimizer, self.mesh)
 
     def local_fragments(self) -> list[Fragment]:
-        prepare_load(self.optimizer)
         return local_fragments(self.module.parameters(), self.optimizer, self.mesh)
 
     def step_count(self) -> int:

@@ -76,10 +76,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Skipped updates so far."""
     step_count: int = 0
     """Updates made: AdamW's t, one number for all parameters."""
-    measure_update: bool = False
-    """Take `update_norm` in the next step, at the cost of a copy of this rank's share."""
-    update_norm: float = 0.0
-    """Norm of the change of all weights in the last step that was measured."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], recipe: Recipe, mesh: Mesh) -> None:
         """All ranks construct together; every trained parameter has a ShardSpec and is fp32."""
@@ -133,22 +129,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._buffer.owned.mul_(factor)
             self._update()
             self._buffer.weights_from_owners()
-        self.measure_update = False
         self._buffer.release_gradients()
 
     def _update(self) -> None:
         """This rank's share of the weights, from its gradients; these are overwritten."""
-        before = (
-            [self._buffer.weight(p).clone() for p in self._owned] if self.measure_update else []
-        )
         self.step_count += 1
         self._update_vectors()
         for group in self._matrix_groups:
             self._update_matrices(group)
-        if self.measure_update:
-            for piece, old in zip(self._owned, before, strict=True):
-                self._buffer.owned_part(piece).copy_(self._buffer.weight(piece) - old)
-            self.update_norm = self._measure_norm()
 
     def init_states(self) -> None:
         """Allocate zero states, for the first step or for a load to fill in place."""

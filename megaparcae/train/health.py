@@ -11,7 +11,7 @@ of the step (`model/probe.py`):
     B_norm, C_norm                spectral norms of B_bar and of the readout
     loss_by_depth                 loss per token in nats of the sequences of each depth T
     depths                        how many sequences drew each depth T
-    update_norm                   of the whole optimizer update (our optimizer only)
+    update_norm                   of the change of all weights in the step
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from megaparcae.config.schema import ModelConfig
 from megaparcae.engine.base import Engine
 from megaparcae.model.probe import Probe
-from megaparcae.parallel.sharded_optimizer import ShardedOptimizer
+from megaparcae.parallel.grad_norm import global_norm, square_sum
 from megaparcae.train.batches import HostBatch
 from megaparcae.train.build import Run
 
@@ -46,6 +46,8 @@ class HealthMonitor:
         self.probe: Probe = run.model.probe  # type: ignore[assignment]
         self.directions: dict[str, Tensor] = {}
         """Leading right singular vectors found so far."""
+        self.before: list[Tensor] = []
+        """This rank's share of the weights before the step."""
 
     def watch(self) -> None:
         """The next step will be recorded."""
@@ -60,9 +62,7 @@ class HealthMonitor:
             width=self.model.hidden_size,
             device=self.run.process.device,
         )
-        optimizer = self.run.engine.optimizer
-        if isinstance(optimizer, ShardedOptimizer):
-            optimizer.measure_update = True
+        self.before = [weight.clone() for weight in self._weights()]
 
     @torch.no_grad()
     def record(self, host: list[HostBatch], depths: np.ndarray) -> dict[str, Any]:
@@ -73,10 +73,18 @@ class HealthMonitor:
             record |= self._states() | self._loop_weights()
             values, counts = np.unique(depths, return_counts=True)
             record["depths"] = dict(zip(map(str, values), counts.tolist(), strict=True))
-        optimizer = self.run.engine.optimizer
-        if isinstance(optimizer, ShardedOptimizer):
-            record["update_norm"] = 0.0 if optimizer.last_step_skipped else optimizer.update_norm
+        record["update_norm"] = self._update_norm()
         return record
+
+    def _weights(self) -> list[Tensor]:
+        """Over all ranks every element once, in fp32."""
+        owned = self.run.engine.owned_fragments()
+        return [f.tensor.detach() for f in owned if f.name.startswith("model.")]
+
+    def _update_norm(self) -> float:
+        change = [now - old for now, old in zip(self._weights(), self.before, strict=True)]
+        self.before = []
+        return global_norm(square_sum(change, self.run.process.device), dist.get_world_size())
 
     def _streams(self) -> dict[str, Any]:
         norms, tokens = _total(torch.stack([self.probe.block_norms, self.probe.block_tokens]))
