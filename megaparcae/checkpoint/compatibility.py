@@ -28,6 +28,10 @@ FREE = (
     "train.deterministic",
     "train.compile",
     "train.max_skipped_steps",
+    "train.exit_after",
+    "train.hang_factor",
+    "train.hang_min_seconds",
+    "train.replica_check_interval",
 )
 """Options that change nothing a run has computed so far."""
 LOOP = ("model.recurrence.", "model.state_init")

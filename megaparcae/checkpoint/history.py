@@ -7,12 +7,18 @@ they are neither its newest, nor a reason to delete what it has.
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 POINTER = "latest"
 """File in the run's folder with the name of its newest checkpoint."""
+META = "meta.json"
+"""File in a checkpoint with its step, and size and hash of its files."""
+DAMAGED = "damaged.txt"
+"""File in a checkpoint that a process found damaged: what is wrong with it."""
 
 
 def step_of(folder: Path) -> int:
@@ -46,16 +52,63 @@ def in_order(run_dir: Path) -> list[Path]:
 
 
 def superfluous(
-    run_dir: Path, step: int, *, keep: int, keep_every: int, damaged: Collection[Path]
+    run_dir: Path, step: int, *, keep: int, keep_every: int, keep_best: int
 ) -> list[Path]:
     """What may go once `step` is in place: all up to it but the newest `keep` sound ones.
 
-    `keep` 0 keeps everything; every `keep_every`-th step stays.
+    `keep` 0 keeps everything. Every `keep_every`-th step stays, and the `keep_best` of the lowest
+    validation loss. A damaged one counts for nothing.
     """
-    sound = [
+    if not keep:
+        return []
+    old = [folder for folder in step_folders(run_dir) if step_of(folder) <= step]
+    newest: list[Path] = []
+    while old and len(newest) < keep:
+        folder = old.pop(0)
+        if looks_sound(folder):
+            newest.append(folder)
+    old = [f for f in old if (f / META).is_file() and not (f / DAMAGED).exists()]
+    losses = {folder: loss for folder in [*newest, *old] if (loss := _loss(folder)) is not None}
+    best = sorted(losses, key=lambda folder: losses[folder])[:keep_best]
+    return [
         folder
-        for folder in step_folders(run_dir)
-        if step_of(folder) <= step and (folder / "meta.json").is_file() and folder not in damaged
+        for folder in old
+        if folder not in best and (not keep_every or step_of(folder) % keep_every)
     ]
-    old = sound[keep:] if keep else []
-    return [folder for folder in old if not keep_every or step_of(folder) % keep_every]
+
+
+def looks_sound(folder: Path) -> bool:
+    """Whether no process found it damaged, and all files are there in their size."""
+    return not (folder / DAMAGED).exists() and wrong_size(folder) is None
+
+
+def wrong_size(folder: Path) -> str | None:
+    """The first file that is missing or has another size than meta.json says, or None."""
+    try:
+        files = read_meta(folder)["files"]
+    except (OSError, ValueError) as error:
+        return f"{META}: {error}"
+    for name, wanted in files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != wanted["bytes"]:
+            there = "missing" if size is None else f"{size} bytes"
+            return f"{name}: {there} instead of {wanted['bytes']} bytes"
+    return None
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """meta.json. Raises ValueError or OSError when it is missing or damaged."""
+    meta = json.loads((folder / META).read_text(encoding="utf-8"))
+    if not isinstance(meta, dict) or not {"step", "files"} <= meta.keys():
+        raise ValueError(f"{folder / META} is not a checkpoint's")
+    return meta
+
+
+def _loss(folder: Path) -> float | None:
+    """Validation loss at the step of a checkpoint, if it was taken there."""
+    try:
+        loss = read_meta(folder).get("validation_loss")
+    except (OSError, ValueError):
+        return None
+    return float(loss) if loss is not None and math.isfinite(loss) else None

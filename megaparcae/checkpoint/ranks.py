@@ -1,4 +1,7 @@
-"""All ranks act, fail and decide together; without a process group the world is one rank."""
+"""All ranks act, fail and decide together; without a process group the world is one rank.
+
+`group` holds all ranks too: the default one, or one of its own for a thread beside the training.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megaparcae.errors import UserError
@@ -23,23 +27,28 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def broadcast(value: T) -> T:
+def file_group() -> ProcessGroup | None:
+    """A gloo group of all ranks: its collectives may run in a thread beside the training's."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def broadcast(value: T, group: ProcessGroup | None = None) -> T:
     """Rank 0's value on all ranks."""
     box = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
-def gather(mine: T) -> list[T]:
+def gather(mine: T, group: ProcessGroup | None = None) -> list[T]:
     """Every rank's value, by rank."""
     everyone: list[Any] = [mine] * world_size()
     if dist.is_initialized():
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
-def together(action: Callable[[], T]) -> list[T]:
+def together(action: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
     """Run the action on every rank; its results by rank, or on all ranks the first one's error.
 
     Without this, ranks would wait for one that has failed until the process group gives up.
@@ -50,7 +59,7 @@ def together(action: Callable[[], T]) -> list[T]:
         result = action()
     except Exception as error:
         failure = error
-    outcomes: list[Any] = gather((result, failure and _portable(failure)))
+    outcomes: list[Any] = gather((result, failure and _portable(failure)), group)
     for _, reason in outcomes:
         if reason is not None:
             raise reason from failure

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -39,7 +40,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megaparcae.checkpoint.history import in_order
+from megaparcae.checkpoint.history import META, in_order, read_meta, wrong_size
 from megaparcae.checkpoint.metadata import SafeReader
 from megaparcae.checkpoint.ranks import from_dcp, rank, together
 from megaparcae.errors import UserError
@@ -47,7 +48,6 @@ from megaparcae.parallel.shard import Fragment
 
 FORMAT = 1
 """Version of the folder's layout."""
-META = "meta.json"
 CONFIG = "config.yaml"
 
 
@@ -114,7 +114,12 @@ def _checked(name: str, fragment: Fragment, stored: object) -> TensorStorageMeta
 
 
 def write_folder(
-    folder: Path, fragments: list[Fragment], *, config_text: str, meta: dict[str, Any]
+    folder: Path,
+    fragments: list[Fragment],
+    *,
+    config_text: str,
+    meta: dict[str, Any],
+    group: ProcessGroup | None = None,
 ) -> None:
     """Save as `folder`, all ranks together; the name appears when everything is on disk.
 
@@ -122,11 +127,11 @@ def write_folder(
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
     try:
-        together(lambda: _prepare(temporary, config_text) if rank() == 0 else None)
-        _write_fragments(temporary, fragments)
-        hashes = together(lambda: _hash_files(temporary.glob(f"__{rank()}_*")))
+        together(lambda: _prepare(temporary, config_text) if rank() == 0 else None, group)
+        _write_fragments(temporary, fragments, group)
+        hashes = together(lambda: _hash_files(temporary.glob(f"__{rank()}_*")), group)
         files = {name: entry for mine in hashes for name, entry in mine.items()}
-        together(lambda: _finish(temporary, folder, meta, files) if rank() == 0 else None)
+        together(lambda: _finish(temporary, folder, meta, files) if rank() == 0 else None, group)
     except Exception:
         if rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -139,10 +144,11 @@ def _prepare(temporary: Path, config_text: str) -> None:
     write_synced(temporary / CONFIG, config_text)
 
 
-def _write_fragments(folder: Path, fragments: list[Fragment]) -> None:
+def _write_fragments(folder: Path, fragments: list[Fragment], group: ProcessGroup | None) -> None:
     try:
         save(
             {},
+            process_group=group,
             storage_writer=FileSystemWriter(folder, thread_count=1, sync_files=True),
             planner=_FragmentSaver(fragments),
         )
@@ -177,26 +183,12 @@ def read_folder(folder: Path, fragments: list[Fragment]) -> None:
         raise from_dcp(error) from error
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
-    """meta.json. Raises ValueError or OSError when it is missing or damaged."""
-    meta = json.loads((folder / META).read_text(encoding="utf-8"))
-    if not isinstance(meta, dict) or not {"step", "files"} <= meta.keys():
-        raise ValueError(f"{folder / META} is not a checkpoint's")
-    return meta
-
-
 def find_damage(folder: Path, share: int = 0, shares: int = 1) -> str | None:
     """What is wrong with a checkpoint's files, or None; looks into every `shares`-th file only."""
-    try:
-        files = read_meta(folder)["files"]
-    except (OSError, ValueError) as error:
-        return f"{META}: {error}"
-    for name, wanted in files.items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != wanted["bytes"]:
-            there = "missing" if size is None else f"{size} bytes"
-            return f"{name}: {there} instead of {wanted['bytes']} bytes"
+    problem = wrong_size(folder)
+    if problem is not None:
+        return problem
+    files = read_meta(folder)["files"]
     for name in sorted(files)[share::shares]:
         if _hash(folder / name) != files[name]["blake2b"]:
             return f"{name}: its content is not what was written"

@@ -345,6 +345,16 @@ class TrainConfig:
     """Robust standard deviations above the median of the recent losses that make a spike."""
     loss_spike_window: int = 64
     """Recent losses to compare with; nothing is a spike before half of them are known."""
+    exit_after: float | None = None
+    """Minutes after which the run saves and stops with code 75, to be started again; null is off.
+    A Slurm job's end is known without it."""
+    hang_factor: float = 20.0
+    """A step (validation, save) that takes this many times the median of those before it is a hang:
+    every rank shows what it is doing, and the run ends; 0 is off."""
+    hang_min_seconds: float = 600.0
+    """Nothing shorter is a hang; what was never done before is given six times as much."""
+    replica_check_interval: int = 1000
+    """Steps between comparisons of the weights that several ranks hold; 0 is off."""
 
     def __post_init__(self) -> None:
         _at_least("train.num_steps", self.num_steps, 1)
@@ -352,6 +362,21 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 _at_least(f"train.{name}", getattr(self, name), 1)
         _at_least("train.loss_spike_window", self.loss_spike_window, 8)
+        _at_least("train.replica_check_interval", self.replica_check_interval, 0)
+        if self.exit_after is not None and self.exit_after <= 0:
+            raise ValueError(
+                f"train.exit_after={self.exit_after} must be more than 0 minutes; null is off"
+            )
+        if self.hang_factor and self.hang_factor < 2:
+            raise ValueError(
+                f"train.hang_factor={self.hang_factor} would end a run for a slow step; use 2 or "
+                "more, or 0 for no such watch"
+            )
+        if self.hang_min_seconds <= 0:
+            raise ValueError(
+                f"train.hang_min_seconds={self.hang_min_seconds} must be positive; to switch the "
+                "watch off, set train.hang_factor to 0"
+            )
         if self.loss_spike_zscore <= 0:
             raise ValueError(
                 f"train.loss_spike_zscore={self.loss_spike_zscore} must be positive; use for "
@@ -434,6 +459,11 @@ class CheckpointConfig:
     """Newest checkpoints that are kept; 0 keeps all."""
     keep_every: int = 0
     """Keep every checkpoint whose step is a multiple of this; 0 is off."""
+    keep_best: int = 0
+    """Keep this many with the lowest validation loss (at the best depth); 0 is off. It needs saves
+    at steps that are validated."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is written, from a copy in host memory."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue from the newest complete checkpoint when there is one."""
     init_from: str | None = None
@@ -442,7 +472,7 @@ class CheckpointConfig:
     """Resume with changed optimizer or schedule options; otherwise a difference is an error."""
 
     def __post_init__(self) -> None:
-        for name in ("interval", "keep", "keep_every"):
+        for name in ("interval", "keep", "keep_every", "keep_best"):
             _at_least(f"checkpoint.{name}", getattr(self, name), 0)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -47,3 +49,13 @@ def init_distributed(wanted_device: str) -> Process:
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed("nccl" if kind == "cuda" else "gloo", verbose=False)
     return Process(rank, int(os.environ["WORLD_SIZE"]), device)
+
+
+def leave_together(code: int) -> NoReturn:
+    """End all ranks at once with this code: Slurm and DeepSpeed's launcher kill the others when
+    one ends, and then report that they were killed."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -42,7 +42,7 @@ def main() -> int:
     os.environ.update(rank_variables(os.environ))
     os.environ.update(network_variables(os.environ))
 
-    from megaparcae.engine.distributed import init_distributed
+    from megaparcae.engine.distributed import init_distributed, leave_together
     from megaparcae.log import logger, setup_logging
     from megaparcae.train.lost_rank import LostRankError
     from megaparcae.train.run import train
@@ -50,7 +50,10 @@ def main() -> int:
     process = init_distributed(config.train.device)
     setup_logging(process.rank)
     try:
-        return train(config, process)
+        code = train(config, process)
+        if code:
+            leave_together(code)
+        return code
     except LostRankError as error:
         logger.debug("", exc_info=True)
         logger.error("error: %s", error)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megaparcae.checkpoint.manager import CheckpointManager
+from megaparcae.checkpoint.manager import CheckpointManager, SaveResult
+from megaparcae.checkpoint.ranks import gather
 from megaparcae.data.dataset import TokenDataset
 from megaparcae.data.loader import Prefetcher
 from megaparcae.data.sampler import step_sample_ids
@@ -16,9 +17,19 @@ from megaparcae.train.batches import BatchMaker, HostBatch
 from megaparcae.train.build import Run, apply_schedule
 from megaparcae.train.health import HealthMonitor
 from megaparcae.train.lost_rank import probe_connections
-from megaparcae.train.metrics import Record, StepClock, console_line, make_sinks, work_record
-from megaparcae.train.safety import RollBackGuard, SkipGuard, StopRequest, on_any_rank
+from megaparcae.train.metrics import StepClock, console_line, start_record, work_record
+from megaparcae.train.safety import (
+    RollBackGuard,
+    SkipGuard,
+    StopRequest,
+    TrainingError,
+    on_any_rank,
+)
+from megaparcae.train.sinks import Record, make_sinks
 from megaparcae.train.spikes import SpikeDetector, agreed_history
+
+LAST_SECONDS = 60.0
+"""What a save that is being written is given when a run fails."""
 
 
 class Trainer:
@@ -43,54 +54,76 @@ class Trainer:
             device=run.process.device,
         )
         self.checkpoints = CheckpointManager(config, run.plan.global_batch)
-        self.stop = StopRequest(run.process.device)
+        self.stop = StopRequest(
+            self.run_dir, is_first=self.is_writer, exit_after=config.train.exit_after
+        )
+        self.saved = 0
+        """Step of the newest checkpoint that this run wrote or began from."""
+        self.validated: dict[int, float] = {}
+        """Step of the last validation -> lowest loss of its depths."""
         self.guard = SkipGuard(config.train.max_skipped_steps)
         self.spikes = SpikeDetector(config.train)
         self.roll_backs = RollBackGuard()
         self.health = HealthMonitor(run)
-        name = torch.cuda.get_device_name() if run.process.device.type == "cuda" else "CPU"
-        self.clock = StepClock(config, run.plan, name)
+        on_gpu = run.process.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
+        self.clock = StepClock(config, run.plan, self.device_name)
         self.num_counted = run.plan.global_batch * config.model.sequence_length
         """Labels of a step: packing leaves no padding, so every position counts."""
 
     def train(self) -> bool:
         """Run to the last step or until asked to stop; True when the run is complete."""
+        self.stop.refuse_to_start()
         step = self.checkpoints.resume(self.run.engine)
         self.last_step = step or None
         if self.run.process.device.type == "cpu":
             probe_connections()
         self.remember(step)
-        self.sinks = make_sinks(self.config, self.run_dir, self.is_writer)
+        self.sinks = make_sinks(self.config, self.run_dir, self.is_writer, step)
+        self.write(start_record(self.config, self.run.plan, step, self.device_name))
         reader = Prefetcher(
             self.batches.read,
             start=step,
             stop=self.config.train.num_steps,
             num_workers=self.config.data.num_workers,
         )
-        saved = step
+        self.saved = step
+        self.clock.skip()
         try:
             while step < self.config.train.num_steps:
                 record = self.step(step, reader)
                 self.last_step = step = step + 1
                 self.report(record)
                 if self.config.train.loss_spike == "roll_back":
-                    self.roll_back_if(record["loss_spike"], step, saved)
+                    self.roll_back_if(record["loss_spike"], step)
                 interval = self.config.validation.interval
                 last = step == self.config.train.num_steps
                 if interval and (last or _due(step, interval)):
                     self.validate(step)
-                stopping = self.stop.agreed()
-                if stopping or _due(step, self.config.checkpoint.interval):
-                    saved = step if self.save(step) else saved
-                if stopping:
+                if self.agree_to_stop(step):
                     break
-            if saved != step:
-                self.save(step)
+                if _due(step, self.config.checkpoint.interval):
+                    self.save(step)
+            self.save_last(step)
         finally:
             reader.close()
+            self.checkpoints.close(timeout=LAST_SECONDS)
             for sink in self.sinks:
                 sink.close()
         return step >= self.config.train.num_steps
+
+    def agree_to_stop(self, step: int) -> bool:
+        """Whether a rank has a reason to stop; also the end of a save on all ranks is noted."""
+        reason = self.stop.reason(self.clock.recent[-1])
+        here = reason is not None, not self.checkpoints.over()
+        asked, saving = on_any_rank(here, self.run.process.device)
+        if not saving:
+            self.settle()
+        if asked:
+            reason = next(why for why in gather(reason) if why is not None)
+            logger.info("stopping after step %d: %s", step, reason)
+            self.write({"kind": "stop", "step": step, "reason": reason})
+        return asked
 
     def step(self, step: int, reader: Prefetcher[list[HostBatch]]) -> Record:
         """One optimizer step; `step` have been made before it."""
@@ -135,16 +168,17 @@ class Trainer:
             self.spikes.remember(history.losses)
             self.guard.total = history.skipped_steps
 
-    def roll_back_if(self, spike: bool, step: int, saved: int) -> None:
+    def roll_back_if(self, spike: bool, step: int) -> None:
         """Weights and states of the last checkpoint return; steps and data go on from here."""
-        if not on_any_rank(spike, self.run.process.device):
+        if on_any_rank([spike], self.run.process.device) == [False]:
             return
-        if saved == 0:
+        self.settle()
+        if self.saved == 0:
             logger.warning("no checkpoint to roll back to yet: going on after the spike")
             return
-        self.roll_backs.note(saved)
-        self.checkpoints.restore(saved, self.run.engine)
-        self.write({"kind": "roll_back", "step": step, "to_step": saved})
+        self.roll_backs.note(self.saved)
+        self.checkpoints.restore(self.saved, self.run.engine)
+        self.write({"kind": "roll_back", "step": step, "to_step": self.saved})
         self.clock.skip()
 
     def write(self, record: Record) -> None:
@@ -163,19 +197,58 @@ class Trainer:
         if self.batches.validation is None:
             return
         losses = validation_losses(self.run, self.batches)
+        self.validated = {step: min(losses.values())}
         self.write({"kind": "validation", "step": step, "loss": losses})
         shown = "  ".join(f"T={name} {loss:.4f}" for name, loss in losses.items())
         logger.info("validation after step %d: %s", step, shown)
         self.clock.skip()
 
-    def save(self, step: int) -> bool:
-        """Write a checkpoint, all ranks together; False when the disk is full."""
-        path = self.checkpoints.save(step, self.run.engine)
-        if path is not None:
-            logger.info("saved %s", path)
-            self.write({"kind": "checkpoint", "step": step, "path": str(path)})
+    def save(self, step: int) -> None:
+        """Begin to write a checkpoint, all ranks together; the one before is on disk by then."""
+        self.settle()
+        loss = self.validated.get(step)
+        if self.config.checkpoint.asynchronous:
+            self.checkpoints.begin(step, self.run.engine, validation_loss=loss)
+        else:
+            self.note_save(self.checkpoints.save(step, self.run.engine, validation_loss=loss))
         self.clock.skip()
-        return path is not None
+
+    def settle(self) -> None:
+        """Wait for the save that was begun, if any."""
+        result = self.checkpoints.wait()
+        if result is not None:
+            self.note_save(result)
+            self.clock.skip()
+
+    def save_last(self, step: int) -> None:
+        """The step at which a run ends is on disk when it ends. Raises TrainingError otherwise."""
+        self.settle()
+        if self.saved != step:
+            self.save(step)
+            self.settle()
+        if self.saved != step:
+            raise TrainingError(
+                f"the run ended after step {step}, which could not be saved; the checkpoint of "
+                f"step {self.saved} stands: free some space and start the same command again"
+            )
+
+    def note_save(self, result: SaveResult) -> None:
+        """Say and record how a save ended."""
+        self.stop.save_seconds = max(self.stop.save_seconds, result.seconds)
+        times = {"seconds": result.seconds, "stall_seconds": result.stall_seconds}
+        if result.folder is None:
+            reason = {"reason": result.problem}
+            self.write({"kind": "save_failed", "step": result.step, **reason, **times})
+            return
+        self.saved = result.step
+        logger.info(
+            "saved %s in %.1f s (training waited %.2f s)",
+            result.folder,
+            result.seconds,
+            result.stall_seconds,
+        )
+        path = {"path": str(result.folder)}
+        self.write({"kind": "checkpoint", "step": result.step, **path, **times})
 
 
 def validation_losses(run: Run, batches: BatchMaker) -> dict[str, float]:

@@ -136,7 +136,7 @@ def test_a_full_disk_leaves_older_checkpoints_alone(tmp_path, monkeypatch):
     manager = save_steps(tmp_path, 1)
     full = type("Usage", (), {"free": 10})()
     monkeypatch.setattr("shutil.disk_usage", lambda _: full)
-    assert manager.save(2, OneTensor(2)) is None
+    assert manager.save(2, OneTensor(2)).folder is None
     assert names(tmp_path) == ["step_00000001"]
     with pytest.raises(OSError, match="MB free, but a checkpoint takes"):
         save_steps(tmp_path / "other", 1)
