@@ -105,6 +105,15 @@ def test_an_emptied_pointer_and_a_save_that_was_cut_short_do_not_matter(tmp_path
     assert resumed(tmp_path)[0] == 2
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_by_itself(tmp_path):
+    save_steps(tmp_path, 1, 2)
+    for data in tmp_path.glob("step_*/*.distcp"):
+        data.write_bytes(b"")
+    with pytest.raises(UserError, match=r"are damaged \(step_00000002, step_00000001\).*never"):
+        resumed(tmp_path)
+    assert resumed(tmp_path, checkpoint={"resume": "never"})[0] == 0
+
+
 def test_modes_of_resuming(tmp_path):
     with pytest.raises(UserError, match="resume=must"):
         resumed(tmp_path, checkpoint={"resume": "must"})
