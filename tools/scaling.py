@@ -32,6 +32,9 @@ def parse() -> argparse.Namespace:
     p.add_argument("--out", type=Path, required=True, help="folder of the report")
     p.add_argument("--restarts", type=int, default=1000, help="random starts of every law")
     p.add_argument("--draws", type=int, default=200, help="bootstrap draws for intervals")
+    p = commands.add_parser("curves", help="fit L(T) of models that evaluate.py measured")
+    p.add_argument("files", type=Path, nargs="+", help="written by evaluate.py --json")
+    p.add_argument("--out", type=Path, required=True, help="folder of the report")
     p = commands.add_parser("predict", help="which mu, tokens and T for a budget")
     p.add_argument("--fit", required=True, help="fit.json, or paper:140m, paper:370m")
     p.add_argument("--budget", type=float, required=True, help="FLOPs (with serving, if given)")
@@ -48,7 +51,7 @@ def numbers(text: str) -> list[float]:
 def main() -> None:
     setup_logging()
     args = parse()
-    {"grid": grid, "run": run, "fit": fit, "predict": predict}[args.command](args)
+    {"grid": grid, "run": run, "fit": fit, "curves": curves, "predict": predict}[args.command](args)
 
 
 def grid(args: argparse.Namespace) -> None:
@@ -70,6 +73,12 @@ def fit(args: argparse.Namespace) -> None:
     from megaparcae.scaling.report import fit_and_report
 
     print(fit_and_report(args.runs, args.held_out, args.out, args.restarts, args.draws))
+
+
+def curves(args: argparse.Namespace) -> None:
+    from megaparcae.scaling.curves import fit_evaluations
+
+    print(fit_evaluations(args.files, args.out))
 
 
 def predict(args: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from megaparcae.scaling.fit import Fit
 from megaparcae.scaling.isoflop import IsoFlop, PowerLaw
 from megaparcae.scaling.scale import LoopScale
 from megaparcae.scaling.study import Study
+from megaparcae.scaling.test_time import CurveFits
 
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
 
@@ -136,21 +137,25 @@ def _frontier(
 
 def _curves(study: Study) -> Figure:
     assert study.test_time is not None
-    figure, (axis,) = _figure(1)
     largest = max(float(c.runs.budget[0]) for c in study.test_time.curves)
     curves = sorted(
         (c for c in study.test_time.curves if c.runs.budget[0] == largest), key=lambda c: c.mu
     )
-    for curve, colour in zip(curves, _colours(len(curves)), strict=True):
+    budget = f"budget {_flops(largest)}, " if largest > 0 else ""
+    return draw_curves(curves, [f"µ = {curve.mu:g}" for curve in curves], budget)
+
+
+def draw_curves(curves: Sequence[CurveFits], labels: Sequence[str], title: str = "") -> Figure:
+    """Losses against T and the exponential fits."""
+    figure, (axis,) = _figure(1)
+    for curve, label, colour in zip(curves, labels, _colours(len(curves)), strict=True):
         loops = np.linspace(curve.runs.num_loops.min(), curve.runs.num_loops.max(), 200)
         fit = curve.fits["exponential"]
         axis.plot(curve.runs.num_loops, curve.runs.loss, "o", color=colour, markersize=4)
-        axis.plot(loops, fit.predict({"T": loops}), color=colour, linewidth=1.2,
-                  label=f"µ = {curve.mu:g}")  # fmt: skip
+        axis.plot(loops, fit.predict({"T": loops}), color=colour, linewidth=1.2, label=label)
     axis.set_xlabel("loops at test time T")
     axis.set_ylabel("validation loss")
-    if largest > 0:
-        axis.set_title(f"budget {_flops(largest)}, fits L∞ + Z exp(-zT)", fontsize=9)
+    axis.set_title(f"{title}fits L∞ + Z exp(-zT)", fontsize=9)
     _legend_outside(axis, "trained with")
     return figure
 

@@ -31,7 +31,7 @@ def write_report(study: Study, folder: Path) -> Path:
     figures = draw_figures(study, folder)
     sections = [_head(study), _isoflop(study.isoflop), *_laws(study)]
     if study.test_time:
-        sections.append(_test_time(study.test_time))
+        sections.append(test_time_section(study.test_time))
     if study.held_out:
         sections.append(_held_out(study))
     sections += [
@@ -121,7 +121,7 @@ def _head(study: Study) -> str:
 
 def _isoflop(isoflop: IsoFlop) -> str:
     rows = [(f"{p.budget:.3g}", *_minimum(isoflop, p), p.status) for p in isoflop.parabolas]
-    table = _table(("budget", "mu*", "D*", "loss", "minimum is"), rows)
+    table = markdown_table(("budget", "mu*", "D*", "loss", "minimum is"), rows)
     if isoflop.mu_law is None or isoflop.tokens_law is None:
         verdict = (
             "Fewer than two budgets have their minimum inside the measured mu, so there are no "
@@ -169,7 +169,7 @@ def _laws(study: Study) -> list[str]:
         sections.append(
             f"## {PART_NAMES['unified']}\n\n{_fit_text(study.unified['unified'])}\n\n"
             "Conditioning of the decay on mu, total Huber loss (table 14):\n\n"
-            f"{_table(('decay', 'Huber'), rows)}\n\nThe learned gamma is "
+            f"{markdown_table(('decay', 'Huber'), rows)}\n\nThe learned gamma is "
             f"{study.unified['unified_gamma'].params['gamma']:.3f}."
         )
     return sections
@@ -182,13 +182,14 @@ def _fit_text(fit: Fit) -> str:
         rows.append((name, f"{value:.5g}",
                      f"{interval[0]:.4g} to {interval[1]:.4g}" if interval else "-"))  # fmt: skip
     return (
-        f"`{fit.law.formula}`\n\n{_table(('parameter', 'value', 'interval'), rows)}\n\n"
+        f"`{fit.law.formula}`\n\n{markdown_table(('parameter', 'value', 'interval'), rows)}\n\n"
         f"{fit.num_points} points, Huber loss {fit.huber:.3g}, mean error {fit.mean_error:.2%}; "
         f"{fit.num_agreeing} of the best starts agree on it."
     )
 
 
-def _test_time(study: TestTimeStudy) -> str:
+def test_time_section(study: TestTimeStudy) -> str:
+    """Tables 12 and 13 as Markdown."""
     rows = []
     for form in TEST_TIME_FORMS:
         beyond = study.mean_extrapolated(form.name)
@@ -196,7 +197,7 @@ def _test_time(study: TestTimeStudy) -> str:
                      "-" if beyond is None else f"{beyond * 1e7:.2f}"))  # fmt: skip
     floors = [c.floor_error for c in study.curves if c.floor_error is not None]
     text = f"{len(study.curves)} curves; mean Huber loss per point, × 1e-7 (table 12):"
-    table = _table(("form", "all T", "fitted at T ≤ mu, tested beyond"), rows)
+    table = markdown_table(("form", "all T", "fitted at T ≤ mu, tested beyond"), rows)
     floor = (
         f"\n\nL_inf differs from the loss at T = mu by {np.mean(floors):.2%} on average, "
         f"{np.max(floors):.2%} at most (table 13)."
@@ -212,12 +213,13 @@ def _held_out(study: Study) -> str:
          "-" if h.oracle_error is None else f"{h.oracle_error:.2%}")
         for h in study.held_out
     ]  # fmt: skip
-    return "## Held-out runs\n\n" + _table(
+    return "## Held-out runs\n\n" + markdown_table(
         ("mu", "tokens", "points", "mean error", "with the measured floor"), rows
     )
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def markdown_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A table without alignment."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -65,7 +65,7 @@ def fit_curves(runs: Runs, num_restarts: int = 40, seed: int = 0) -> TestTimeStu
         curve = runs.select(ids == run)
         curve = curve.select(np.argsort(curve.num_loops))
         if len(np.unique(curve.num_loops)) >= MIN_POINTS:
-            curves.append(_fit_curve(curve, num_restarts, seed))
+            curves.append(fit_curve(curve, num_restarts, seed))
     if not curves:
         raise UserError(
             f"no run has losses at {MIN_POINTS} or more T; evaluate the models at more depths "
@@ -79,7 +79,8 @@ def has_curves(runs: Runs) -> bool:
     return bool(np.bincount(runs.run_ids()).max() >= MIN_POINTS)
 
 
-def _fit_curve(curve: Runs, num_restarts: int, seed: int) -> CurveFits:
+def fit_curve(curve: Runs, num_restarts: int = 40, seed: int = 0) -> CurveFits:
+    """Fit one model's losses at four or more T, given by ascending T."""
     near = curve.select(curve.num_loops <= curve.mu)
     far = curve.select(curve.num_loops > curve.mu)
     fits, extrapolated = {}, {}

@@ -44,6 +44,8 @@ def evaluate(args: argparse.Namespace) -> str:
     )
     logger.info("%s: T = %s", loaded.folder, ", ".join(map(str, scorer.num_loops)))
     report: Report = {"model": str(loaded.folder), "num_loops": list(scorer.num_loops)}
+    if config.architecture == "looped":
+        report["mean_recurrence"] = config.recurrence.mean_recurrence
     tables = []
     if args.data or not (args.core or args.lm_eval):
         tables.append(_loss(args, loaded, scorer, ranks, report))

@@ -21,7 +21,7 @@ def scaling(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("command", [[], ["grid"], ["run"], ["fit"], ["predict"]])
+@pytest.mark.parametrize("command", [[], ["grid"], ["run"], ["fit"], ["curves"], ["predict"]])
 def test_help_takes_under_two_seconds(command):
     start = time.perf_counter()
     assert scaling(*command, "--help").returncode == 0
@@ -51,6 +51,7 @@ def test_the_users_mistakes_end_with_code_2_and_one_line(tmp_path):
     for arguments in (
         ["fit", tmp_path / "none.csv", "--out", tmp_path],
         ["fit", tmp_path, "--out", tmp_path],
+        ["curves", tmp_path / "none.json", "--out", tmp_path],
         ["run", tmp_path],
         ["predict", "--fit", "paper:9b", "--budget", "1e18"],
     ):
