@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megaparcae.errors import UserError
+from megaparcae.log import read_records
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,7 @@ def read_curve(run_dir: Path) -> Curve:
     path = run_dir / "log.jsonl"
     if not path.is_file():
         raise UserError(f"{path} is missing; give the folder of a run (its checkpoint.dir)")
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # a line that a killed run did not finish
+    records = read_records(path)
     steps = {r["step"]: r["loss"] for r in records if r["kind"] == "step" and r["loss"] is not None}
     if not steps:
         raise UserError(f"{path} has no step with a loss yet; let the run go on for a while")

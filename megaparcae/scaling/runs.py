@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megaparcae.errors import UserError
+from megaparcae.log import read_records
 
 REQUIRED = ("budget", "mu", "tokens", "loss")
 OPTIONAL = ("T", "params")
@@ -110,12 +111,8 @@ def final_losses(log: Path, num_steps: int) -> dict[int, float]:
     if not log.exists():
         return {}
     losses: dict[int, float] = {}
-    for line in log.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if record.get("kind") == "validation" and record["step"] >= num_steps:
+    for record in read_records(log):
+        if record["kind"] == "validation" and record["step"] >= num_steps:
             losses = {int(loops): float(loss) for loops, loss in record["loss"].items()}
     return losses
 

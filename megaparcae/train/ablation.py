@@ -28,7 +28,7 @@ from megaparcae.config.yaml_text import Tree
 from megaparcae.engine.distributed import init_distributed
 from megaparcae.errors import UserError
 from megaparcae.launcher.ranks import rank_variables
-from megaparcae.log import logger
+from megaparcae.log import logger, read_records
 from megaparcae.train.ablation_suites import BATCH_SIZE, SIZE, Suite, Variant
 from megaparcae.train.run import train
 from megaparcae.train.safety import TrainingError
@@ -201,8 +201,7 @@ def read_outcome(job: Job, *, level: float) -> Outcome:
     if not is_finished(job):
         raise UserError(f"{job.folder} has no result; make the runs first")
     stopped = json.loads((job.folder / "result.json").read_text(encoding="utf-8"))["stopped"]
-    lines = (job.folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+    records = read_records(job.folder / "log.jsonl")
     losses = tuple(_number(r["loss"]) for r in records if r["kind"] == "step")
     norms = [_number(r["state_norm_max"]) for r in records if r["kind"] == "health"]
     validated: dict[str, Any] = next(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from megaparcae.checkpoint.model_tensors import read_model_tensors
 from megaparcae.errors import UserError
+from megaparcae.log import read_records
 
 SERIES = ("loss", "grad_norm")
 """Figures of log.jsonl that do not depend on the layout."""
@@ -98,12 +98,8 @@ def read_steps(run: Path) -> dict[str, dict[int, float]]:
     if not path.is_file():
         raise UserError(f"{run} has no log.jsonl; name the checkpoint.dir of a run")
     series: dict[str, dict[int, float]] = {name: {} for name in SERIES}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # a run that was killed may leave half a line
-            continue
-        if record.get("kind") == "step":
+    for record in read_records(path):
+        if record["kind"] == "step":
             for name in SERIES:
                 value = record.get(name)
                 series[name][record["step"]] = math.nan if value is None else value

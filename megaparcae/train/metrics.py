@@ -1,25 +1,22 @@
-"""What a run says about itself: log.jsonl, one line a step; the console; wandb and TensorBoard."""
+"""What a run says about itself: its start, the figures of a step, the line for people."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import math
-import os
+import platform
+import socket
 import time
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import asdict
+from importlib.metadata import version
 
 import numpy as np
+import torch
 
+import megaparcae
 from megaparcae.config.batch import BatchPlan
-from megaparcae.config.load import config_tree
 from megaparcae.config.schema import RunConfig
-from megaparcae.log import logger
-from megaparcae.model.flops import needed_flops
+from megaparcae.model.flops import count_parameters, needed_flops
 from megaparcae.train.batches import HostBatch
-
-Record = dict[str, Any]
+from megaparcae.train.sinks import Record
 
 PEAK_TFLOPS = {  # dense bf16, from the makers' data sheets
     "A100": 312.0,
@@ -31,139 +28,26 @@ PEAK_TFLOPS = {  # dense bf16, from the makers' data sheets
 }
 
 
-class Sink(Protocol):
-    """One place that records go to."""
-
-    def write(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class JsonLines:
-    """log.jsonl: one JSON object a line, flushed at once. NaN and infinity become null."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("a", encoding="utf-8")
-
-    def write(self, record: Record) -> None:
-        self.file.write(json.dumps(_finite(record)) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return value
-
-
-class Forgiving:
-    """Another sink whose failures never reach the run: the first is reported, then it is silent."""
-
-    def __init__(self, name: str, sink: Sink) -> None:
-        self.name = name
-        self.sink: Sink | None = sink
-
-    def write(self, record: Record) -> None:
-        self._try("write", record)
-
-    def close(self) -> None:
-        self._try("close")
-
-    def _try(self, method: str, *args: object) -> None:
-        if self.sink is None:
-            return
-        try:
-            getattr(self.sink, method)(*args)
-        except Exception as error:
-            logger.warning(
-                "%s failed (%s) and is off from here; log.jsonl is complete", self.name, error
-            )
-            self.sink = None
-
-
-class WandbSink:
-    """Weights & Biases; without a key it runs offline. The step is a value, so that a resumed run
-    whose checkpoint is older than its last record loses no point."""
-
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
-        import wandb
-
-        has_key = bool(os.environ.get("WANDB_API_KEY")) or (Path.home() / ".netrc").exists()
-        mode = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
-        if mode == "offline":
-            logger.warning("wandb: no key, recording offline in %s/wandb", run_dir)
-        self.run = wandb.init(
-            project=config.log.wandb_project,
-            name=config.name,
-            dir=str(run_dir),
-            mode=mode,  # type: ignore[arg-type]  # wandb itself checks WANDB_MODE
-            config=config_tree(config),
-        )
-        self.run.define_metric("*", step_metric="step")
-
-    def write(self, record: Record) -> None:
-        self.run.log(_flat(record))
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-class TensorBoardSink:
-    """TensorBoard scalars."""
-
-    def __init__(self, folder: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(folder)
-
-    def write(self, record: Record) -> None:
-        for name, value in _flat(record).items():
-            if isinstance(value, int | float) and name != "step":
-                self.writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-def _flat(record: Record) -> Record:
-    """Nested dicts as `outer/inner`."""
-    flat: Record = {}
-    for name, value in record.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}/{inner}": item for inner, item in value.items()}
-        else:
-            flat[name] = value
-    return flat
-
-
-def make_sinks(config: RunConfig, run_dir: Path, is_writer: bool) -> list[Sink]:
-    """Where records go; nowhere on ranks other than the first."""
-    if not is_writer:
-        return []
-    sinks: list[Sink] = [JsonLines(run_dir / "log.jsonl")]
-    if config.log.wandb_project is not None:
-        sinks += _optional("wandb", lambda: WandbSink(config, run_dir))
-    if config.log.tensorboard_dir is not None:
-        folder = config.log.tensorboard_dir
-        sinks += _optional("tensorboard", lambda: TensorBoardSink(folder))
-    return sinks
-
-
-def _optional(package: str, make: Any) -> list[Sink]:
-    if importlib.util.find_spec(package) is None:
-        logger.warning("%s is not installed: pip install %s; going on without it", package, package)
-        return []
-    try:
-        return [Forgiving(package, make())]
-    except Exception as error:
-        logger.warning("%s could not start (%s); going on without it", package, error)
-        return []
+def start_record(config: RunConfig, plan: BatchPlan, step: int, device: str) -> Record:
+    """The beginning of a process's work on a run: where, and as what; `step` steps are made."""
+    return {
+        "kind": "start",
+        "step": step,
+        "host": socket.gethostname(),
+        "device": device,
+        "layout": {
+            "world": plan.world,
+            **{name: value for name, value in asdict(plan).items() if name != "global_batch"},
+            "zero_stage": config.parallel.zero_stage,
+        },
+        "parameters": count_parameters(config.model).total,
+        "versions": {
+            "megaparcae": megaparcae.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "deepspeed": version("deepspeed"),
+        },
+    }
 
 
 class StepClock:
@@ -177,16 +61,23 @@ class StepClock:
         )
         self.last = time.perf_counter()
         self.recent: list[float] = []
+        self.num_steps = 0
+        self.other_seconds = 0.0
+        """Spent between steps: validation, saves."""
 
     def skip(self) -> None:
         """What happened since the last step (validation, a save) is not part of the next one."""
-        self.last = time.perf_counter()
+        now = time.perf_counter()
+        self.other_seconds += (now - self.last) * bool(self.num_steps)
+        self.last = now
 
     def step(self, step: int, n: np.ndarray, k: np.ndarray) -> Record:
         """Figures of the step that has just ended; n and k are the depths of its whole batch."""
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         self.recent = [*self.recent[-49:], seconds]
+        self.num_steps += 1
+        whole_step = float(np.median(self.recent)) + self.other_seconds / self.num_steps
         S, G = self.config.model.sequence_length, self.plan.global_batch
         flops = needed_flops(
             self.config.model,
@@ -200,7 +91,7 @@ class StepClock:
             "seconds": seconds,
             "tokens_per_second": G * S / seconds,
             "tflops_per_device": tflops,
-            "eta_seconds": float(np.median(self.recent)) * (self.config.train.num_steps - step),
+            "eta_seconds": whole_step * (self.config.train.num_steps - step),
         }
         if self.peak:
             figures["mfu"] = tflops / self.peak
@@ -219,28 +110,30 @@ def work_record(batches: list[HostBatch], n: np.ndarray, k: np.ndarray) -> Recor
 
 
 def console_line(record: Record, num_steps: int) -> str:
-    """One aligned line for people."""
+    """One line for people; the columns of a run's lines stand below each other."""
     width = len(str(num_steps))
     parts = [
-        f"step {record['step']:>{width}}/{num_steps}",
+        f"step {record['step']:>{width}}/{num_steps} {record['step'] / num_steps:4.0%}",
         f"loss {record['loss']:7.4f}",
         f"norm {record['grad_norm']:8.3g}",
         f"lr x{record['lr_factor']:.3f}",
         f"loops {record['mean_loops']:5.2f}",
         f"{_si(record['tokens_per_second'])} tok/s",
-        f"{record['tflops_per_device']:.3g} TFLOP/s",
+        f"{record['tflops_per_device']:8.3g} TFLOP/s",
     ]
     if "mfu" in record:
-        parts.append(f"MFU {record['mfu']:.1%}")
-    parts.append(f"ETA {_duration(record['eta_seconds'])}")
+        parts.append(f"MFU {record['mfu']:5.1%}")
+    parts.append(f"ETA {_duration(record['eta_seconds']):>8}")
+    if record["skipped_steps"]:
+        parts.append(f"skipped {record['skipped_steps']}")
     return "  ".join(parts)
 
 
 def _si(value: float) -> str:
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
-            return f"{value / limit:.3g}{suffix}"
-    return f"{value:.3g}"
+            return f"{value / limit:5.1f}{suffix}"
+    return f"{value:5.0f} "
 
 
 def _duration(seconds: float) -> str:

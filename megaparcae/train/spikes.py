@@ -12,7 +12,6 @@ depths and data, goes on: the batches since then are not seen again.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
@@ -24,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaparcae.config.schema import TrainConfig
-from megaparcae.log import logger
+from megaparcae.log import logger, read_records
 
 TO_SIGMA = 1.4826
 """Median deviation -> standard deviation, for normal noise."""
@@ -99,20 +98,10 @@ def read_history(log: Path, step: int) -> History:
     the second time."""
     records: dict[int, dict[str, Any]] = {}
     if log.is_file():
-        for line in log.read_text(encoding="utf-8").splitlines():
-            record = _parse(line)
-            if record.get("kind") == "step" and record["step"] <= step:
+        for record in read_records(log):
+            if record["kind"] == "step" and record["step"] <= step:
                 records[record["step"]] = record
     latest = [records[at] for at in sorted(records)]
     losses = [r["loss"] for r in latest if r["loss"] is not None]
     skipped = int(latest[-1]["skipped_steps"] or 0) if latest else 0
     return History([float(loss) for loss in losses[-LONGEST:]], skipped)
-
-
-def _parse(line: str) -> dict[str, Any]:
-    """A line that a crash cut short is no record."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return {}
-    return record if isinstance(record, dict) else {}
