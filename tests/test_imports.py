@@ -22,6 +22,7 @@ ALLOWED = {
     "eval": {"config", "model", "data"},
     "scaling": {"config", "model.flops"},
 }
+ALLOWED["bench"] = {*ALLOWED, "train"}
 """What a package may import besides itself, `log` and `errors`; `train` may import everything."""
 
 STAND_ALONE = tuple(

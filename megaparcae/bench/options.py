@@ -1,0 +1,101 @@
+"""What each suite of tools/benchmark.py can be asked. No torch, so that --help is quick."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from megaparcae.errors import UserError
+
+
+def _option(default: Any, help: str, *, flag: str | None = None, least: int | None = None) -> Any:
+    """A field that is an option of the command line."""
+    return field(default=default, metadata={"help": help, "flag": flag, "least": least})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What all suites share."""
+
+    repeats: int = _option(5, "measurements of each variant, in turn", least=1)
+    threads: int = _option(0, "torch threads of a process (0: torch's choice)", least=0)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            least, value = item.metadata["least"], getattr(self, item.name)
+            values = value if isinstance(value, tuple) else (value,)
+            if least is not None and any(v < least for v in values):
+                raise UserError(f"{flag_of(item)}={value} must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions(Options):
+    """samples/s of the datasets against bare memmap slices; what the packing indices cost"""
+
+    data: str | None = _option(None, "prefix of a shard to read (default: a made-up one)")
+    sequence_length: int = _option(2048, "S, tokens of a row", least=1)
+    rows: int = _option(32, "rows read at once", least=1)
+    megabytes: int = _option(256, "size of the made-up shard", least=1)
+    mean_length: int = _option(1000, "mean tokens of a made-up document", least=1)
+    documents: int = _option(10_000_000, "documents of the index measurement", least=1)
+    seconds: float = _option(0.5, "length of one measurement of reading")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessOptions(Options):
+    """tools/preprocess_data.py against a stand-in for Megatron's, and against the bare engine"""
+
+    repeats: int = _option(3, "measurements of each variant, in turn", least=1)
+    input: str | None = _option(None, "JSON lines with the text under `text` (required)")
+    tokenizer_model: str | None = _option(None, ".model or tokenizer.json (required)")
+    workers: int = _option(2, "processes that encode", least=1)
+    megabytes: int = _option(20, "MB of the input's beginning to use (0: all)", least=0)
+    short_documents: int = _option(
+        0, "also: memory with this many made-up documents of a line (0: leave it out)", least=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("input", "tokenizer_model"):
+            if getattr(self, name) is None:
+                raise UserError(f"--{name.replace('_', '-')} is missing; preprocess needs it")
+
+
+SUITES: dict[str, type[Options]] = {
+    "loader": LoaderOptions,
+    "preprocess": PreprocessOptions,
+}
+"""Suite -> its options; the module of the same name measures."""
+
+
+def flag_of(item: Field[Any]) -> str:
+    """The option's name on the command line."""
+    return item.metadata["flag"] or f"--{item.name.replace('_', '-')}"
+
+
+def add_options(parser: argparse.ArgumentParser, options: type[Options]) -> None:
+    """One argument for each field; its type is that of the default."""
+    for item in fields(options):
+        about: dict[str, Any] = {"dest": item.name, "default": item.default}
+        shown = item.default
+        if isinstance(item.default, bool):
+            about["action"] = "store_true"
+        elif isinstance(item.default, tuple):
+            about |= {"nargs": "+", "type": type(item.default[0]) if item.default else str}
+            shown = " ".join(map(str, item.default))
+        else:
+            about["type"] = str if item.default is None else type(item.default)
+        text = item.metadata["help"]
+        if shown not in (None, "", False) and "default" not in text:
+            text += f" (default {shown})"
+        parser.add_argument(flag_of(item), help=text, **about)
+
+
+def from_arguments(options: type[Options], arguments: argparse.Namespace) -> Options:
+    """The options that were given; UserError when one is out of range."""
+    chosen: dict[str, Any] = {}
+    for item in fields(options):
+        value = getattr(arguments, item.name)
+        chosen[item.name] = tuple(value) if isinstance(value, list) else value
+    return options(**chosen)
