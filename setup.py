@@ -31,7 +31,7 @@ setup(
         "test": ["pytest", "ruff", "mypy", "wandb", "tensorboard"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
-        "eval": ["datasets", "huggingface_hub"],
+        "eval": ["lm-eval"],
         # apex is NVIDIA's and is built from source; the package of that name on PyPI is another
         # program. It is used when it is there, never installed.
     },
