@@ -15,7 +15,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from megaparcae.data.permutation import order_key, permute
+from megaparcae.data.permutation import epoch_key, order_key, permute
 from megaparcae.errors import UserError
 
 MAX_CYCLE = 1 << 20
@@ -41,8 +41,10 @@ class SizeBlend:
         """(set, epoch, row of the set) of every sample id, int64 [n] each."""
         epochs, positions = np.divmod(np.asarray(sample_ids, np.int64), self.num_samples)
         one_epoch = len(epochs) > 0 and epochs.min() == epochs.max()
-        keys = order_key(self.seed, epochs[:1] if one_epoch else epochs)
+        keys = epoch_key(self.seed, int(epochs[0])) if one_epoch else order_key(self.seed, epochs)
         positions = permute(positions, self.num_samples, keys)
+        if len(self.sizes) == 1:
+            return np.zeros_like(positions), epochs, positions
         sets = np.searchsorted(self.borders, positions, "right") - 1
         return sets, epochs, positions - self.borders[sets]
 

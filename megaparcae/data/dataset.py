@@ -43,7 +43,7 @@ class Rows:
     sample_ids: np.ndarray
     """int64 [n]."""
     tokens: np.ndarray
-    """int64 [n, S + 1]."""
+    """[n, S + 1] in the shards' dtype, perhaps read-only; whoever makes a batch widens it once."""
     document_ids: np.ndarray | None
     """int32 [n, S]: 0, 1, 2, ... along the row, by the document an input belongs to; None unless
     data.document_mask is on."""
@@ -97,12 +97,15 @@ class TokenDataset:
         """The rows of these samples, in their order (ids int64 [n], 0 or more)."""
         sample_ids = np.asarray(sample_ids, np.int64)
         sets, _, numbers = self.blend.locate(sample_ids)
-        tokens = np.empty((len(sample_ids), self.sequence_length + 1), np.int64)
+        present = [0] if len(self.sets) == 1 else np.unique(sets).tolist()
+        if len(present) == 1:
+            return Rows(sample_ids, *self._read(present[0], numbers))
+        dtype = np.result_type(*{one.shard.dtype for one in self.sets})
+        tokens = np.empty((len(sample_ids), self.sequence_length + 1), dtype)
         ids = np.empty(tokens[:, :-1].shape, np.int32) if self.document_mask else None
-        present = np.unique(sets)
         for number in present:
-            where = np.flatnonzero(sets == number) if len(present) > 1 else slice(None)
-            tokens[where], part_ids = self._read(int(number), numbers[where])
+            where = np.flatnonzero(sets == number)
+            tokens[where], part_ids = self._read(number, numbers[where])
             if ids is not None and part_ids is not None:
                 ids[where] = part_ids
         return Rows(sample_ids, tokens, ids)

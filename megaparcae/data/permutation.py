@@ -7,6 +7,8 @@ permutes [0, a b); the few values that leave [0, n) go through it again until th
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from megaparcae.data.hashing import hash_u64
@@ -38,6 +40,12 @@ def permute(positions: np.ndarray, sizes: int | np.ndarray, keys: np.ndarray) ->
 def order_key(seed: int, *numbers: int | np.ndarray) -> np.ndarray:
     """Key of the order in which the samples of an epoch (and a set) are drawn."""
     return hash_u64(seed, "sample order", *numbers)
+
+
+@lru_cache
+def epoch_key(seed: int, epoch: int) -> np.ndarray:
+    """order_key of one epoch, remembered: most batches lie in the epoch of the one before."""
+    return order_key(seed, epoch)
 
 
 def _rounds(values: np.ndarray, sizes: int | np.ndarray, keys: np.ndarray) -> np.ndarray:

@@ -55,7 +55,7 @@ def dataset_rows(data: TokenDataset, num_rows: int, tokenizer: Tokenizer | None)
         documents = rows.document_ids
         return [
             Row(tokens, None if documents is None else documents[i])
-            for i, tokens in enumerate(rows.tokens)
+            for i, tokens in enumerate(rows.tokens.astype(np.int64))
         ]
 
     sizes = None if tokenizer is None else token_bytes(tokenizer)

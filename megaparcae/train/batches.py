@@ -87,7 +87,11 @@ class BatchMaker:
         rows = rows[depth_order(n[rows].tolist(), k[rows].tolist())]
         read = self.train.rows(ids[rows])
         return HostBatch(
-            ids[rows], read.tokens, read.document_ids, n[rows].tolist(), k[rows].tolist()
+            ids[rows],
+            read.tokens.astype(np.int64),
+            read.document_ids,
+            n[rows].tolist(),
+            k[rows].tolist(),
         )
 
     def to_device(self, batches: list[HostBatch], step: int) -> list[Batch]:
@@ -134,7 +138,7 @@ class BatchMaker:
         for some in ids.reshape(-1, rows):
             read = self.validation.rows(some % total)
             depths = [num_loops - 1] * rows, [1] * rows  # evaluation runs without gradient anyway
-            host = HostBatch(some, read.tokens, read.document_ids, *depths)
+            host = HostBatch(some, read.tokens.astype(np.int64), read.document_ids, *depths)
             batch = self._to_device(host, VALIDATION_STEP)
             assert batch.labels is not None
             surplus = torch.from_numpy(some >= total).to(self.device)

@@ -95,11 +95,22 @@ def test_rows_are_a_pure_function_of_the_sample_id(prefix: str, packing: str) ->
     ids = np.array([3, 10**12, 0, 3, 77])
     together = data.rows(ids)
     assert together.tokens.shape == (5, 17)
-    assert together.tokens.dtype == np.int64
+    assert together.tokens.dtype == np.uint16, "the shard's: whoever makes the batch widens it once"
     again = open_train(prefix, packing=packing)
     for i, sample in enumerate(ids):
         assert (again.rows(np.array([sample])).tokens[0] == together.tokens[i]).all()
     assert data.rows(np.zeros(0, np.int64)).tokens.shape == (0, 17)
+
+
+def test_a_batch_from_shards_of_two_dtypes_keeps_every_id(tmp_path: Path) -> None:
+    small = write_shard(tmp_path / "small", [np.full(50, 65_535)])
+    large = write_shard(tmp_path / "large", [np.full(50, 70_000)], "int32")
+    data = open_train(small, large, packing="concatenate", vocab_size=80_000)
+    ids = np.arange(data.num_samples)
+    assert sorted(data.rows(ids).tokens[:, 0]) == [65_535] * 3 + [70_000] * 3
+    assert sorted(np.concatenate([data.rows(ids[i : i + 1]).tokens[:, 0] for i in ids])) == (
+        [65_535] * 3 + [70_000] * 3
+    )
 
 
 def test_an_epoch_has_every_row_once_and_the_next_another_order(prefix: str) -> None:
