@@ -191,25 +191,34 @@ def _record_batches(source: Source) -> Iterator[Block]:
 
 def _hub_rows(source: Source) -> Iterator[Block]:
     """Rows of a dataset by name, streamed and passed on as JSON lines."""
+    lines: list[bytes] = []
+    size = offset = 0
+    for line in _hub_lines(source):
+        lines.append(line)
+        size += len(line)
+        if size >= block_size(offset):
+            yield Block(source, offset, payload=b"".join(lines))
+            lines, size, offset = [], 0, offset + size
+    if lines:
+        yield Block(source, offset, payload=b"".join(lines))
+
+
+def _hub_lines(source: Source) -> Iterator[bytes]:
     try:
         from datasets import load_dataset
     except ImportError:
         raise UserError(f"--input {source.path}: needs `pip install datasets`") from None
 
     name, config, split = ([*source.path.removeprefix(HUB).split(":"), "", ""])[:3]
-    lines: list[bytes] = []
-    size = offset = 0
+    number = 0
     try:
-        rows = load_dataset(name, config or None, split=split or "train", streaming=True)
-    except Exception as error:
+        for row in load_dataset(name, config or None, split=split or "train", streaming=True):
+            yield json.dumps(row, default=str).encode() + b"\n"
+            number += 1
+    except Exception as error:  # the library and those under it raise many kinds
+        reason = " ".join(str(error).split())
+        where = f", after {number} rows" if number else ""
         raise UserError(
-            f"--input {source.path}: {type(error).__name__}: {error}; check name and network"
+            f"--input {source.path}{where}: {type(error).__name__}: {reason}; check name and "
+            "network (--resume keeps what is done)"
         ) from None
-    for row in rows:
-        lines.append(json.dumps(row, default=str).encode() + b"\n")
-        size += len(lines[-1])
-        if size >= block_size(offset):
-            yield Block(source, offset, payload=b"".join(lines))
-            lines, size, offset = [], 0, offset + size
-    if lines:
-        yield Block(source, offset, payload=b"".join(lines))

@@ -58,7 +58,7 @@ def load_block(block: Block, keys: Sequence[str]) -> BlockContents:
         digest.update(contents.data)
     else:
         for columns in _tables(block, keys):
-            digest.update(json.dumps(columns).encode())
+            digest.update(repr(columns).encode())
     contents.fingerprint = digest.hexdigest()
     return contents
 
@@ -132,12 +132,7 @@ def _json_lines(data: bytes, keys: Sequence[str], is_start: bool) -> Iterator[Re
 
 
 def _json_record(number: int, line: bytes, keys: Sequence[str]) -> Record:
-    repaired = ""
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        text = line.decode(errors="replace")
-        repaired = f"invalid UTF-8 (byte 0x{line[error.start]:02x})"
+    text, repaired = _decode(line)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -154,6 +149,9 @@ def _record(number: int, value: Any, keys: Sequence[str]) -> Record:
     record = Record(number)
     for key in keys:
         text = value.get(key)
+        if isinstance(text, bytes):
+            text, repaired = _decode(text)
+            record.repaired = record.repaired or repaired
         if not isinstance(text, str):
             if key not in value:
                 has = ", ".join(list(value)[:8]) or "none"
@@ -168,14 +166,18 @@ def _record(number: int, value: Any, keys: Sequence[str]) -> Record:
 def _text_record(number: int, data: bytes, may_have_bom: bool) -> Record:
     if may_have_bom:
         data = data.removeprefix(BOM)
-    record = Record(number)
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        text = data.decode(errors="replace")
-        record.repaired = f"invalid UTF-8 (byte 0x{data[error.start]:02x})"
+    text, repaired = _decode(data)
+    record = Record(number, repaired=repaired)
     _append(record, text)
     return record
+
+
+def _decode(data: bytes) -> tuple[str, str]:
+    """Text of UTF-8 bytes, and what was replaced by U+FFFD in it, if anything."""
+    try:
+        return data.decode(), ""
+    except UnicodeDecodeError as error:
+        return data.decode(errors="replace"), f"invalid UTF-8 (byte 0x{data[error.start]:02x})"
 
 
 def _append(record: Record, text: str) -> None:
@@ -222,7 +224,17 @@ def _tables(block: Block, keys: Sequence[str]) -> Iterator[list[list[Any]]]:
 
 
 def _columns(batch: Any, keys: Sequence[str]) -> list[list[Any]]:
-    return [batch.column(key).to_pylist() for key in keys]
+    """Values of the columns; text as bytes, since no file is bound to hold valid UTF-8."""
+    return [_as_bytes(batch.column(key)).to_pylist() for key in keys]
+
+
+def _as_bytes(column: Any) -> Any:
+    from pyarrow import large_binary, types
+
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    is_text = types.is_string(column.type) or types.is_large_string(column.type)
+    return column.cast(large_binary()) if is_text else column
 
 
 def _check_columns(path: str, names: Sequence[str], keys: Sequence[str]) -> None:

@@ -8,8 +8,10 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from text_fixtures import CharacterTokenizer, documents, lines, run, texts_of, twenty
 
@@ -250,6 +252,53 @@ def test_parquet_row_groups(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"nothing of the kind")
     with pytest.raises(UserError, match=r"bad\.parquet: not a parquet file"):
         run(tmp_path / "bad.parquet", tmp_path / "out2")
+
+
+def test_broken_characters_in_parquet_are_replaced_and_counted(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    raw = [b"good", b"bad \xff byte", "naïve".encode(), None]
+    data, offsets = b"".join(one or b"" for one in raw), [0, 4, 14, 20, 20]
+    buffers = [pyarrow.py_buffer(part) for part in (b"\x07", np.int32(offsets).tobytes(), data)]
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 4, buffers)
+    binary = pyarrow.array(raw, pyarrow.binary())
+    encoded = pyarrow.array(["a", "b", "a", None]).dictionary_encode()
+    table = pyarrow.table({"text": column, "raw": binary, "encoded": encoded})
+    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=3)
+    with pytest.raises(UserError, match=r"c\.parquet, row 4: key 'text' holds null"):
+        run(tmp_path / "c.parquet", tmp_path / "out")
+    keys = ("text", "raw", "encoded")
+    summary = run(tmp_path / "c.parquet", tmp_path / "out", keys=keys, skip_errors=True)
+    for key in keys[:2]:
+        assert texts_of(tmp_path / "out", key) == ["good", "bad \ufffd byte", "naïve"]
+    assert texts_of(tmp_path / "out", "encoded") == ["a", "b", "a"]
+    assert summary.num_repaired == summary.num_skipped == 1
+    assert summary.problems_file is not None
+    listed = [json.loads(line) for line in summary.problems_file.read_text().splitlines()]
+    assert sorted(item["where"].split(", ")[1] for item in listed) == ["row 2", "row 4"]
+    assert any("0xff" in item["reason"] for item in listed)
+
+
+def test_a_dataset_by_name_is_streamed(tmp_path: Path, monkeypatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    path, texts = twenty(tmp_path)
+    monkeypatch.setattr(blocks, "SMALLEST_BLOCK", 2000)
+    (tmp_path / "folder").mkdir()
+    path.rename(tmp_path / "folder" / "train.jsonl")  # a folder stands for a name of the hub
+    run(f"hf:{tmp_path / 'folder'}", tmp_path / "out")
+    assert texts_of(tmp_path / "out") == texts
+    with pytest.raises(UserError, match=r"hf:.*folder::test: .*check name and network"):
+        run(f"hf:{tmp_path / 'folder'}::test", tmp_path / "out2")
+
+    def torn(*_: object, **__: object) -> Iterator[dict[str, str]]:
+        yield from ({"text": text} for text in texts[:12])
+        raise ConnectionError("the network is gone")
+
+    monkeypatch.setattr(datasets, "load_dataset", torn)
+    with pytest.raises(UserError, match=r"hf:name, after 12 rows: ConnectionError: the network"):
+        run("hf:name", tmp_path / "out2")
+    assert not list(tmp_path.glob("out2_*")) and list(tmp_path.glob("out2.parts/*.part"))
 
 
 def test_a_dataset_saved_by_hugging_face(tmp_path: Path) -> None:
