@@ -18,6 +18,7 @@ from megaparcae.train.build import Run, apply_schedule
 from megaparcae.train.health import HealthMonitor
 from megaparcae.train.lost_rank import probe_connections
 from megaparcae.train.metrics import StepClock, console_line, start_record, work_record
+from megaparcae.train.replicas import check_replicas
 from megaparcae.train.safety import (
     RollBackGuard,
     SkipGuard,
@@ -27,6 +28,8 @@ from megaparcae.train.safety import (
 )
 from megaparcae.train.sinks import Record, make_sinks
 from megaparcae.train.spikes import SpikeDetector, agreed_history
+from megaparcae.train.stragglers import StragglerReport
+from megaparcae.train.watchdog import Watchdog
 
 LAST_SECONDS = 60.0
 """What a save that is being written is given when a run fails."""
@@ -65,6 +68,8 @@ class Trainer:
         self.spikes = SpikeDetector(config.train)
         self.roll_backs = RollBackGuard()
         self.health = HealthMonitor(run)
+        self.stragglers = StragglerReport(run.model, config.model, run.mesh)
+        self.watch = Watchdog(config.train.hang_factor, config.train.hang_min_seconds)
         on_gpu = run.process.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
         self.clock = StepClock(config, run.plan, self.device_name)
@@ -91,9 +96,12 @@ class Trainer:
         self.clock.skip()
         try:
             while step < self.config.train.num_steps:
+                self.watch.begin("step", step)
                 record = self.step(step, reader)
                 self.last_step = step = step + 1
                 self.report(record)
+                if _due(step, self.config.train.replica_check_interval):
+                    check_replicas(self.run.model, step, self.stragglers.hosts)
                 if self.config.train.loss_spike == "roll_back":
                     self.roll_back_if(record["loss_spike"], step)
                 interval = self.config.validation.interval
@@ -106,6 +114,7 @@ class Trainer:
                     self.save(step)
             self.save_last(step)
         finally:
+            self.watch.close()
             reader.close()
             self.checkpoints.close(timeout=LAST_SECONDS)
             for sink in self.sinks:
@@ -142,6 +151,7 @@ class Trainer:
         accept = self.spikes.accept if self.config.train.loss_spike == "skip" else None
         loss = float(self.run.engine.train_batch(micro_batches, 1 / self.num_counted, accept))
         norm = self.run.engine.grad_norm()
+        self.stragglers.note(host)
         n, k = self.batches.depths(step, step_sample_ids(step, self.run.plan.global_batch))
         spike = self.spikes.note(loss, step + 1)
         self.guard.note(self.run.engine.last_step_skipped(), step + 1, spike=spike)
@@ -190,12 +200,16 @@ class Trainer:
         """One step: to all sinks, and at the interval to the console."""
         self.write(record)
         if _due(record["step"], self.config.log.interval):
+            ranks = self.stragglers.record(record["step"])
+            if ranks is not None:
+                self.write(ranks)
             logger.info(console_line(record, self.config.train.num_steps))
 
     def validate(self, step: int) -> None:
         """Mean loss of the validation rows at each depth; training is not disturbed."""
         if self.batches.validation is None:
             return
+        self.watch.begin("validation", step)
         losses = validation_losses(self.run, self.batches)
         self.validated = {step: min(losses.values())}
         self.write({"kind": "validation", "step": step, "loss": losses})
@@ -205,6 +219,7 @@ class Trainer:
 
     def save(self, step: int) -> None:
         """Begin to write a checkpoint, all ranks together; the one before is on disk by then."""
+        self.watch.begin("save", step)
         self.settle()
         loss = self.validated.get(step)
         if self.config.checkpoint.asynchronous:
@@ -222,6 +237,7 @@ class Trainer:
 
     def save_last(self, step: int) -> None:
         """The step at which a run ends is on disk when it ends. Raises TrainingError otherwise."""
+        self.watch.begin("last save", step)
         self.settle()
         if self.saved != step:
             self.save(step)
