@@ -62,9 +62,43 @@ class PreprocessOptions(Options):
                 raise UserError(f"--{name.replace('_', '-')} is missing; preprocess needs it")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Options):
+    """Suites that need a model."""
+
+    config: str | None = _option(None, "YAML of a run (default: the suite's own shape)")
+    preset: str | None = _option(None, "preset instead of --config")
+    overrides: tuple[str, ...] = _option(
+        (), "options of the run, SECTION.KEY=VALUE, over any of these", flag="--set"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ModelOptions):
+    """decoding with a cache against recomputing, batches, and the bare matrix-vector products"""
+
+    repeats: int = _option(3, "measurements of each variant, in turn", least=1)
+    dtype: str = _option("float32", "of weights and arithmetic: float32 or bfloat16")
+    prompt: int = _option(32, "tokens of the prompt", least=1)
+    new_tokens: int = _option(128, "tokens to generate", least=2)
+    batch: int = _option(8, "rows of the batch that is compared with one row", least=2)
+    wide: int = _option(
+        1024, "width of the model that is compared with its bare products", least=32
+    )
+    lengths: tuple[int, ...] = _option(
+        (64, 256, 512, 1024), "context lengths at which a token is timed", least=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(f"--dtype={self.dtype}: choose float32 or bfloat16")
+
+
 SUITES: dict[str, type[Options]] = {
     "loader": LoaderOptions,
     "preprocess": PreprocessOptions,
+    "generate": GenerateOptions,
 }
 """Suite -> its options; the module of the same name measures."""
 

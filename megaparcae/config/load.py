@@ -31,8 +31,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return _overridden(read_yaml(path), overrides, where=str(path))
 
 
-def preset_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """A preset without a file, with overrides as in `load_config`."""
+def preset_config(name: str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """A preset (None: the schema's defaults) without a file, overrides as in `load_config`."""
     return _overridden({"preset": name}, overrides, where="--preset")
 
 

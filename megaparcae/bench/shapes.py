@@ -1,0 +1,21 @@
+"""The run that a suite measures: a YAML, a preset or the suite's own shape, changed by --set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megaparcae.bench.options import ModelOptions
+from megaparcae.config.load import load_config, preset_config
+from megaparcae.config.schema import RunConfig
+from megaparcae.errors import UserError
+
+
+def run_config(options: ModelOptions, shape: Sequence[str], more: Sequence[str] = ()) -> RunConfig:
+    """`shape` where neither --config nor --preset is given; `more` has the last word."""
+    overrides = [*options.overrides, *more]
+    if options.config is not None and options.preset is not None:
+        raise UserError("--config and --preset exclude each other; give one of them")
+    if options.config is not None:
+        return load_config(options.config, overrides)
+    base = () if options.preset is not None else shape
+    return preset_config(options.preset, [*base, *overrides])
