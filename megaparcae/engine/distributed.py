@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from typing import NoReturn
@@ -19,6 +20,26 @@ class Process:
     rank: int
     world_size: int
     device: torch.device
+
+
+class MeetingError(RuntimeError):
+    """The ranks of a run did not come together."""
+
+    def __init__(self, rank: int, world_size: int, error: BaseException) -> None:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).strip().split("\n")[0]
+        super().__init__(
+            f"{socket.gethostname()}: rank {rank} did not meet the other {world_size - 1} at "
+            f"{place} ({reason}); see whether all were started, reach that address, and still run"
+        )
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Let the same run give the same bits again: kernels with a fixed order of sums only."""
+    torch.use_deterministic_algorithms(wanted)
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by the first product
+        torch.backends.cudnn.benchmark = False
 
 
 def choose_device(wanted: str) -> str:
@@ -46,9 +67,13 @@ def init_distributed(wanted_device: str) -> Process:
 
     if kind == "cpu":  # its shared-memory collectives would be compiled on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    world_size = int(os.environ["WORLD_SIZE"])
     if not torch.distributed.is_initialized():
-        deepspeed.init_distributed("nccl" if kind == "cuda" else "gloo", verbose=False)
-    return Process(rank, int(os.environ["WORLD_SIZE"]), device)
+        try:
+            deepspeed.init_distributed("nccl" if kind == "cuda" else "gloo", verbose=False)
+        except RuntimeError as error:
+            raise MeetingError(rank, world_size, error) from error
+    return Process(rank, world_size, device)
 
 
 def leave_together(code: int) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import sys
 
@@ -26,6 +27,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         metavar="SECTION.KEY=VALUE",
         help="override an option; may be repeated",
     )
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="check machines, network, disk and data of the run, and train nothing",
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # some launchers pass it
     return parser.parse_args(argv)
 
@@ -42,19 +48,20 @@ def main() -> int:
     os.environ.update(rank_variables(os.environ))
     os.environ.update(network_variables(os.environ))
 
-    from megaparcae.engine.distributed import init_distributed, leave_together
+    from megaparcae.engine.distributed import MeetingError, init_distributed, leave_together
     from megaparcae.log import logger, setup_logging
     from megaparcae.train.lost_rank import LostRankError
     from megaparcae.train.run import train
 
-    process = init_distributed(config.train.device)
-    setup_logging(process.rank)
+    faulthandler.enable()  # a crash in native code shows where
+    setup_logging(int(os.environ["RANK"]))
     try:
-        code = train(config, process)
+        process = init_distributed(config.train.device)
+        code = train(config, process, only_check=arguments.preflight)
         if code:
             leave_together(code)
         return code
-    except LostRankError as error:
+    except (MeetingError, LostRankError) as error:
         logger.debug("", exc_info=True)
         logger.error("error: %s", error)
         os._exit(1)  # to take down a communicator that misses a rank may take for ever

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from megaparcae.config.batch import BatchPlan, solve_batch
 from megaparcae.config.schema import OptimizerConfig, RunConfig
 from megaparcae.engine.base import Engine
-from megaparcae.engine.distributed import Process
+from megaparcae.engine.distributed import Process, set_deterministic
 from megaparcae.engine.ds_config import deepspeed_options
 from megaparcae.engine.pipeline import PipelineEngine
 from megaparcae.engine.plain import PlainEngine
@@ -47,7 +47,7 @@ def build_run(config: RunConfig, process: Process) -> Run:
     """Lay the model out over the processes and wrap it in an engine. All ranks call it together."""
     parallel = config.parallel
     plan = solve_batch(config.train, world=process.world_size, tp=parallel.tp, pp=parallel.pp)
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    set_deterministic(config.train.deterministic)
     mesh = make_mesh(pp=parallel.pp, tp=parallel.tp)
     stages = plan_stages(config)
     logger.info(plan.explain())

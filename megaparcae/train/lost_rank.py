@@ -20,14 +20,20 @@ SIGNS = re.compile(
 )
 """What gloo and NCCL say of a peer; a wrong size or a misuse of theirs reads otherwise."""
 
+PEER = re.compile(r"\[([0-9a-fA-F.:]+)(?:%\w+)?\]:\d+")
+"""The address of the other end in what gloo says."""
+
 
 class LostRankError(TrainingError):
     """Another rank of the run is gone; a restart continues from the last checkpoint."""
 
-    def __init__(self, last_step: int | None) -> None:
+    def __init__(self, last_step: int | None, error: BaseException | None = None) -> None:
+        """`error` is what the transport said; it may name the other end."""
         when = "before the first step" if last_step is None else f"after step {last_step}"
+        address = next((m[1] for e in _chain(error) if (m := PEER.search(str(e)))), None)
+        where = "its machine's messages" if address is None else f"the messages of {address}"
         super().__init__(
-            f"{socket.gethostname()}: another rank was lost {when} (its machine's messages may say "
+            f"{socket.gethostname()}: another rank was lost {when} ({where} may say "
             "why); start the same command again to resume"
         )
 

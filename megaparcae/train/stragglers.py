@@ -110,6 +110,7 @@ class StragglerReport:
         ]
         self.said: dict[tuple[int, str], int] = {}
         self.reports = 0
+        self.is_warm_up = True
 
     def note(self, batches: Sequence[HostBatch]) -> None:
         """A step's micro-batches have run: their layers, counted once for every row."""
@@ -120,9 +121,13 @@ class StragglerReport:
             self.work += len(batch.sample_ids) * around + loops * m.num_core_layers
 
     def record(self, step: int) -> Record | None:
-        """Since the last call; None when no rank has a peer."""
+        """Since the last call; None when no rank has a peer, and the first time: that is slow
+        everywhere, for reasons of its own."""
         mine = torch.tensor([self.timer.take(), self.work], dtype=torch.float64)
         self.work = 0.0
+        if self.is_warm_up:
+            self.is_warm_up = False
+            return None
         everyone = gather_pairs(mine, self.mesh.world_size)
         slowest = find_straggler(*everyone, self.peers)
         if slowest is None:

@@ -49,3 +49,6 @@ def test_the_sentence_names_the_host_the_last_step_and_the_remedy(monkeypatch):
         "start the same command again to resume"
     )
     assert "before the first step" in str(LostRankError(None))
+    gone = RuntimeError("the step failed")
+    gone.__cause__ = RuntimeError(PAIR + "Connection closed by peer [10.0.0.3]:36064. This is")
+    assert "(the messages of 10.0.0.3 may say why)" in str(LostRankError(3, gone))
