@@ -8,7 +8,10 @@ setup(
     description="Trainer for Parcae and other looped language models on DeepSpeed",
     python_requires=">=3.10",
     packages=find_packages(include=["megaparcae", "megaparcae.*"]),
-    package_data={"megaparcae.scaling": ["paper.json"]},
+    package_data={
+        "megaparcae.report": ["page.css", "page.js"],
+        "megaparcae.scaling": ["paper.json"],
+    },
     install_requires=[
         "torch>=2.9",
         "deepspeed==0.19.8",  # pinned: the engine and the checkpoints use private names

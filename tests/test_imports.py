@@ -21,6 +21,7 @@ ALLOWED = {
     "hf": {"config", "model", "checkpoint"},
     "eval": {"config", "model", "data"},
     "scaling": {"config", "model.flops"},
+    "report": {"config", "model.flops"},
 }
 ALLOWED["bench"] = {*ALLOWED, "train"}
 """What a package may import besides itself, `log` and `errors`; `train` may import everything."""
