@@ -31,10 +31,20 @@ setup(
         "rich",
     ],
     extras_require={
-        "test": ["pytest", "ruff", "mypy", "wandb", "tensorboard"],
+        "test": [
+            "pytest",
+            "ruff",
+            "mypy",
+            "wandb",
+            "tensorboard",
+            "gigatoken",
+            # Its reader and ours read each other's shards; wheels are for Linux only.
+            "megatron-core>=0.16,<0.17; sys_platform == 'linux' and python_version < '3.14'",
+        ],
+        "gigatoken": ["gigatoken"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
-        "eval": ["lm-eval"],
+        "eval": ["lm-eval[hf]"],
         # apex is NVIDIA's and is built from source; the package of that name on PyPI is another
         # program. It is used when it is there, never installed.
     },

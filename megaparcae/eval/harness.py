@@ -69,11 +69,13 @@ def task_names(tasks: str) -> list[str]:
 
 
 def require_lm_eval() -> None:
-    """UserError when the optional package is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "--lm-eval needs the package lm-eval, which is not installed; run `pip install lm-eval`"
-        )
+    """UserError when an optional package is not installed."""
+    for package in ("lm_eval", "accelerate"):  # lm-eval alone comes without what its models need
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"--lm-eval needs the package {package}, which is not installed; run "
+                "`pip install 'lm-eval[hf]'`"
+            )
 
 
 def _adapter() -> type[HFLM]:

@@ -158,8 +158,42 @@ metric_list: [{{metric: acc}}]
 """
 
 
+def local_copy(task: str, file: Path, folder: Path) -> None:
+    """lm-eval's own definition of a task, under the name local_{task}, on a local file."""
+    import lm_eval
+
+    (source,) = (Path(lm_eval.__file__).parent / "tasks").glob(f"*/{task}.yaml")
+    skipped = ("task:", "dataset_path:", "dataset_name:", "training_split:", "validation_split:")
+    kept = [x for x in source.read_text().splitlines() if not x.startswith(skipped)]
+    head = [f"task: local_{task}", "dataset_path: json"]
+    data = ["dataset_kwargs:", f"  data_files: {{test: {file}}}"]
+    (folder / f"local_{task}.yaml").write_text("\n".join([*head, *data, *kept]))
+    for helper in source.parent.glob("*.py"):
+        (folder / helper.name).write_text(helper.read_text())
+
+
+def test_the_papers_perplexities_run_on_local_text_and_agree_with_ours(made, monkeypatch):
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")
+    folder = made / "perplexity"
+    folder.mkdir()
+    text = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea."
+    (folder / "pages.jsonl").write_text(json.dumps({"page": text, "text": text}) + "\n")
+    for task in ("wikitext", "lambada_openai"):
+        local_copy(task, folder / "pages.jsonl", folder)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+    tasks = ("--lm-eval", "local_wikitext,local_lambada_openai", "--lm-eval-path", folder)
+    loss = ("--data", folder / "pages.jsonl", "--num-loops", 2)
+    report = evaluate(made, *tasks, *loss, model="export")
+    found = report["lm_eval"]["2"]
+    ours = report["loss"][0]["bits_per_byte"]
+    assert found["local_wikitext"]["bits_per_byte,none"] == pytest.approx(ours, rel=0.02)
+    assert found["local_lambada_openai"]["perplexity,none"] > 1
+
+
 def test_lm_eval_scores_an_export_at_every_depth(made, monkeypatch):
     pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")
     folder = made / "lm_eval"
     folder.mkdir()
     items = [

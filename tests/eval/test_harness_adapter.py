@@ -31,6 +31,7 @@ def exported(tmp_path_factory) -> Generator:
 @pytest.mark.parametrize("num_loops", [1, 5])
 def test_log_likelihoods_are_those_of_our_model_behind_bos(exported, num_loops):
     pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")
     from lm_eval.api.instance import Instance
 
     adapter = harness._adapter()(exported.model, exported.tokenizer, num_loops, 2)
@@ -48,6 +49,7 @@ def test_log_likelihoods_are_those_of_our_model_behind_bos(exported, num_loops):
 
 def test_rolling_log_likelihood_of_a_text_is_its_loss(exported):
     pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")
     from lm_eval.api.instance import Instance
 
     adapter = harness._adapter()(exported.model, exported.tokenizer, 3, 2)
@@ -66,7 +68,8 @@ def test_sets_stand_for_the_papers_tasks():
     assert harness.task_names("piqa,perplexity,piqa") == ["piqa", "wikitext", "lambada_openai"]
 
 
-def test_without_the_package_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install lm-eval"):
+@pytest.mark.parametrize("missing", ["lm_eval", "accelerate"])
+def test_without_a_package_the_message_says_what_to_install(monkeypatch, missing):
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: name != missing or None)
+    with pytest.raises(UserError, match=rf"package {missing}, .* `pip install 'lm-eval\[hf\]'"):
         harness.require_lm_eval()
