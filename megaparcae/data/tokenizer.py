@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,8 +42,6 @@ class Tokenizer(Protocol):
 
     kind: str
     """"sentencepiece" or "bpe"."""
-    engine: str
-    """The library that encodes."""
     path: Path
     """The model file."""
     identity: str
@@ -54,6 +52,10 @@ class Tokenizer(Protocol):
     eos_id: int | None
     """End of text; shards end documents with it, where it is called EOD."""
     pad_id: int | None
+
+    @property
+    def engine(self) -> str:
+        """The library that encodes."""
 
     @property
     def eod_id(self) -> int | None:
@@ -73,12 +75,11 @@ class Tokenizer(Protocol):
 
 
 class SentencePieceTokenizer:
-    """A `.model` file run by sentencepiece."""
+    """A `.model` file run by sentencepiece, or by gigatoken where that gives equal ids."""
 
     kind = "sentencepiece"
-    engine = "sentencepiece"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fast: bool = True) -> None:
         from sentencepiece import SentencePieceProcessor
 
         self.path = path
@@ -94,6 +95,13 @@ class SentencePieceTokenizer:
         self.bos_id = _present(self.model.bos_id())
         self.eos_id = _present(self.model.eos_id())
         self.pad_id = _present(self.model.pad_id())
+        self.gigatoken: engines.Encode | None = None
+        if fast:
+            self.gigatoken = _if_equal(path, self.encode, lambda: engines.model_to_gigatoken(path))
+
+    @property
+    def engine(self) -> str:
+        return "sentencepiece" if self.gigatoken is None else "gigatoken"
 
     @property
     def eod_id(self) -> int | None:
@@ -104,7 +112,8 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self.model.EncodeAsNumpy(text) for text in texts]
+        encode = self.gigatoken or self.model.EncodeAsNumpy
+        return [encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = False) -> str:
         parts: list[str] = []
@@ -120,11 +129,13 @@ class SentencePieceTokenizer:
         return "".join([*parts, self.model.decode(run)])
 
     def check_engine(self, texts: Iterable[str]) -> None:
-        """Nothing to compare: the engine is the original."""
+        if self.gigatoken and _differs(self.path, "gigatoken", self.gigatoken, self.encode, texts):
+            self.gigatoken = None
 
 
 class BPETokenizer:
-    """A `tokenizer.json`, run by tiktoken where that gives equal ids, else by `tokenizers`."""
+    """A `tokenizer.json`, run by gigatoken or tiktoken where they give equal ids, else by
+    `tokenizers`."""
 
     kind = "bpe"
 
@@ -143,24 +154,32 @@ class BPETokenizer:
         self.eos_id = _find(known, names.get("eos_token"), EOS_NAMES)
         self.pad_id = _find(known, names.get("pad_token"), PAD_NAMES)
         self.encoding: tiktoken.Encoding | None = None
-        self.engine = "tokenizers"
+        self.gigatoken: engines.Encode | None = None
         if fast:
             self._convert(definition)
+
+    @property
+    def engine(self) -> str:
+        if self.gigatoken is not None:
+            return "gigatoken"
+        return "tokenizers" if self.encoding is None else "tiktoken"
 
     @property
     def eod_id(self) -> int | None:
         return self.eos_id
 
     def encode(self, text: str) -> list[int]:
-        if self.encoding is not None:
-            return self.encoding.encode_ordinary(text)
-        return self.reference.encode(text, add_special_tokens=False).ids
+        return (
+            self._encode_slowly(text)
+            if self.encoding is None
+            else self.encoding.encode_ordinary(text)
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if self.gigatoken is not None:
+            return [self.gigatoken(text) for text in texts]
         if self.encoding is None:
-            encode = self.reference.encode
-            ids = (encode(text, add_special_tokens=False).ids for text in texts)
-            return [np.array(one, dtype=np.uint32) for one in ids]
+            return [np.array(self._encode_slowly(text), dtype=np.uint32) for text in texts]
         # The buffer skips one Python integer per token; no special token is allowed in text.
         encode_to_buffer = self.encoding._core_bpe.encode_to_tiktoken_buffer
         nothing: frozenset[str] = frozenset()
@@ -170,36 +189,73 @@ class BPETokenizer:
         return self.reference.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def check_engine(self, texts: Iterable[str]) -> None:
+        texts = list(texts)
+        slowly = self._encode_slowly
+        if self.gigatoken and _differs(self.path, "gigatoken", self.gigatoken, slowly, texts):
+            self.gigatoken = None
         if self.encoding is None:
             return
-        text = engines.first_difference(self.encoding, self.reference, texts)
+        text = engines.first_difference(self.encoding.encode_ordinary, slowly, texts)
         if text is not None:
-            self._fall_back(f"the two engines give other ids for {text[:60]!r}")
+            self._fall_back(f"tiktoken gives other ids for {text[:60]!r}")
+
+    def _encode_slowly(self, text: str) -> list[int]:
+        return self.reference.encode(text, add_special_tokens=False).ids
 
     def _convert(self, definition: dict[str, Any]) -> None:
+        slowly = self._encode_slowly
+        self.gigatoken = _if_equal(self.path, slowly, lambda: engines.to_gigatoken(definition))
         try:
             self.encoding = engines.to_tiktoken(definition)
         except engines.NotConvertible as reason:
             return self._fall_back(str(reason))
-        self.engine = "tiktoken"
         self.check_engine(engines.SAMPLE)
 
     def _fall_back(self, reason: str) -> None:
-        self.encoding, self.engine = None, "tokenizers"
+        self.encoding = None
+        if self.gigatoken is None:
+            logger.warning(
+                f"tokenizer {self.path}: the slower `tokenizers` engine is used, because {reason}"
+            )
+
+
+def _if_equal(
+    path: Path, reference: Callable[[str], list[int]], convert: Callable[[], engines.Encode]
+) -> engines.Encode | None:
+    """gigatoken's encoder, or None where it cannot run the tokenizer or gives other ids."""
+    try:
+        encode = convert()
+    except engines.NotConvertible as reason:
+        logger.debug(f"tokenizer {path}: {reason}")
+        return None
+    return None if _differs(path, "gigatoken", encode, reference, engines.SAMPLE) else encode
+
+
+def _differs(
+    path: Path,
+    name: str,
+    encode: engines.Encode,
+    reference: Callable[[str], list[int]],
+    texts: Iterable[str],
+) -> bool:
+    """Whether an engine gives other ids than the original on a text, which is then said."""
+    text = engines.first_difference(lambda text: encode(text).tolist(), reference, texts)
+    if text is not None:
         logger.warning(
-            f"tokenizer {self.path}: the slower `tokenizers` engine is used, because {reason}"
+            f"tokenizer {path}: {name} is not used, because it gives other ids for {text[:60]!r}"
         )
+    return text is not None
 
 
 def load_tokenizer(path: str | Path, fast: bool = True) -> Tokenizer:
     """The tokenizer of a file (.model or .json) or of a folder that holds one.
 
-    fast=False keeps a tokenizer.json on the `tokenizers` library. Raises UserError.
+    fast=False keeps it on the library that defines it. Raises UserError.
     """
     file = _model_file(Path(path))
     if file.suffix == ".json":
         return BPETokenizer(file, fast)
-    return SentencePieceTokenizer(file)
+    return SentencePieceTokenizer(file, fast)
 
 
 def require_type(tokenizer: Tokenizer, name: str) -> None:

@@ -186,37 +186,3 @@ def test_a_whole_shard_is_appended_with_its_document_borders(tmp_path: Path) -> 
     joined = IndexedDataset(tmp_path / "c")
     assert [joined.get(i).tolist() for i in range(8)] == [[0], *DOCUMENTS, [7], [8, 8], [3]]
     assert joined.document_indices.tolist() == list(range(9))
-
-
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_megatron_reads_our_shards_and_we_read_theirs(tmp_path: Path, dtype) -> None:
-    pytest.importorskip("torch")
-    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    import torch
-
-    theirs = megatron.IndexedDataset(write(tmp_path / "ours", dtype=dtype))
-    assert [theirs[i].tolist() for i in range(4)] == DOCUMENTS
-    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
-    for document in DOCUMENTS:
-        builder.add_document(torch.tensor(document), [len(document)])
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    ours = IndexedDataset(tmp_path / "theirs")
-    assert [ours.get(i).tolist() for i in range(4)] == DOCUMENTS
-    for suffix in (".bin", ".idx"):
-        ours_bytes = Path(f"{tmp_path}/ours{suffix}").read_bytes()
-        assert ours_bytes == Path(f"{tmp_path}/theirs{suffix}").read_bytes()
-
-
-def test_we_read_megatron_documents_without_sentences(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    import torch
-
-    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "t.bin"), dtype=np.int32)
-    builder.add_document(torch.tensor([1, 2, 3]), [2, 1])
-    builder.add_document(torch.tensor([], dtype=torch.int64), [])
-    builder.add_document(torch.tensor([4]), [1])
-    builder.finalize(str(tmp_path / "t.idx"))
-    shard = IndexedDataset(tmp_path / "t")
-    assert [shard.get(i).tolist() for i in range(3)] == [[1, 2], [3], [4]]
-    assert shard.document_indices.tolist() == [0, 2, 2, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,72 @@ def test_a_difference_found_on_text_falls_back(folder: Path, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         tokenizer.check_engine(["ok", "two words, and 1234 numbers"])
     assert tokenizer.engine == "tokenizers" and "other ids for 'two words" in caplog.text
+
+
+def without_gigatoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gigatoken", "gigatoken.gigatoken_rs", "gigatoken._load.sentencepiece"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def odd_texts() -> list[str]:
+    """Every kind of character in random company."""
+    random = np.random.default_rng(0)
+    ranges = [(0, 128), (0x80, 0x3000), (0x4E00, 0x4F00), (0xE000, 0x110000)]
+    pools = [lambda low=low, high=high: chr(random.integers(low, high)) for low, high in ranges]
+    pools += [lambda some=some: str(random.choice(list(some))) for some in (" \n\t'", "aeinst 19")]
+    return ["".join(pools[random.integers(6)]() for _ in range(40)) for _ in range(500)]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "sentencepiece"])
+def test_gigatoken_gives_the_ids_of_the_original(
+    folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gigatoken")
+
+    def split_as_gpt2(definition: dict) -> None:
+        definition["pre_tokenizer"] = {
+            **definition["pre_tokenizer"]["pretokenizers"][1],
+            "use_regex": True,
+        }
+
+    path = folder / "sentencepiece"
+    if kind == "gpt2":
+        path = changed(folder, tmp_path, split_as_gpt2).path
+    fast = load_tokenizer(path)
+    assert fast.engine == "gigatoken"
+    without_gigatoken(monkeypatch)
+    plain = load_tokenizer(path)
+    assert plain.engine == ("tiktoken" if kind == "gpt2" else "sentencepiece")
+    texts = [*sample_texts(), *engines.SAMPLE, *odd_texts()]
+    for one, other in zip(fast.encode_batch(texts), plain.encode_batch(texts), strict=True):
+        assert one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+def test_gigatoken_is_not_used_where_its_ids_differ(
+    folder: Path, kind: str, caplog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logging.getLogger("megaparcae").propagate = True
+    without_gigatoken(monkeypatch)
+    plain = load_tokenizer(folder / kind)
+
+    def encode(text: str) -> np.ndarray:
+        return plain.encode_batch([text.replace("hale", "in")])[0]
+
+    monkeypatch.setattr(engines, "to_gigatoken", lambda definition: encode)
+    monkeypatch.setattr(engines, "model_to_gigatoken", lambda path: encode)
+    with caplog.at_level(logging.WARNING):
+        tokenizer = load_tokenizer(folder / kind)
+        assert tokenizer.engine == plain.engine, "found by the texts that every start compares"
+        assert "gigatoken is not used" in caplog.text and "The Whale" in caplog.text
+        caplog.clear()
+        monkeypatch.setattr(engines, "SAMPLE", ("ok",))
+        tokenizer = load_tokenizer(folder / kind)
+        assert tokenizer.engine == "gigatoken"
+        tokenizer.check_engine(["ok", "a whale"])
+    assert tokenizer.engine == plain.engine, "found by the sample of the input"
+    assert "gigatoken is not used, because it gives other ids for 'a whale'" in caplog.text
+    assert tokenizer.encode_batch(["a whale"])[0].tolist() == plain.encode("a whale")
 
 
 @pytest.mark.parametrize(
