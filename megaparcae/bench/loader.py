@@ -50,8 +50,8 @@ def run(options: LoaderOptions) -> Report:
 def reading(prefix: str, folder: Path, options: LoaderOptions) -> list[dict[str, Any]]:
     """Samples/s in the order of training, all in the page cache, against slices of the same size.
 
-    Ours also finds each row, puts it together from its documents, widens it to int64 and joins
-    `rows` of them; the slices are only copied.
+    Ours also finds each row, puts it together from its documents and joins `rows` of them; the
+    slices are only copied.
     """
     shard = IndexedDataset(prefix)
     vocabulary = ((shard.sidecar or {}).get("tokenizer") or {}).get("vocab_size", VOCABULARY)

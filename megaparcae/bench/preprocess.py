@@ -147,9 +147,12 @@ def _engines(job: Job) -> list[str]:
     """Ways to call the tokenizer's own library."""
     assert job.options.tokenizer_model is not None
     tokenizer = load_tokenizer(job.options.tokenizer_model)
-    if isinstance(tokenizer, BPETokenizer) and tokenizer.encoding is not None:
-        return ["bare tiktoken, lists", "bare tiktoken, buffers"]
-    return [f"bare {tokenizer.engine}"]
+    gigatoken = ["bare gigatoken"] if tokenizer.engine == "gigatoken" else []
+    if not isinstance(tokenizer, BPETokenizer):
+        return ["bare sentencepiece", *gigatoken]
+    if tokenizer.encoding is None:
+        return ["bare tokenizers", *gigatoken]
+    return ["bare tiktoken, lists", "bare tiktoken, buffers", *gigatoken]
 
 
 def _bare(job: Job, engine: str) -> Variant:
@@ -187,7 +190,11 @@ def _encoder(tokenizer: Any, engine: str) -> Callable[[str], Any]:
             encode_ordinary: Callable[[str], Any] = tokenizer.encoding.encode_ordinary
             return encode_ordinary
         case "bare tiktoken, buffers":
+            tokenizer.gigatoken = None
             return lambda text: tokenizer.encode_batch([text])
+        case "bare gigatoken":
+            gigatoken: Callable[[str], Any] = tokenizer.gigatoken
+            return gigatoken
         case _:
             return lambda text: tokenizer.encode(text)
 
