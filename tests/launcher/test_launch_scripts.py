@@ -124,6 +124,19 @@ def test_every_script_has_its_configuration_and_is_executable(name):
     assert f'run.sh" {script.stem} ' in script.read_text()
 
 
+@pytest.mark.parametrize(("code", "queued"), [(0, False), (1, False), (2, False), (75, True)])
+def test_a_slurm_job_that_was_stopped_is_queued_again(code, queued, tmp_path):
+    for name, text in {"srun": f"exit {code}", "scontrol": f"echo $@ > {tmp_path}/said"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "launch/pretrain.sbatch", SCRIPT], cwd=ROOT, env=environ)
+    assert done.returncode == code
+    assert (tmp_path / "said").exists() == queued
+    if queued:
+        assert (tmp_path / "said").read_text() == "requeue 7\n"
+
+
 @pytest.mark.slow
 def test_bash_starts_deepspeed_on_this_machine_also_below_a_path_with_a_space(world):
     checkout = world.folder / "my checkout"
