@@ -78,6 +78,7 @@ def build_sidecar(
         "tool": TOOL,
         "json_key": key,
         "tokenizer": tokenizer_record(tokenizer),
+        "engine": tokenizer.engine,
         "dtype": dtype.name,
         "append_eod": append_eod,
         "documents": totals.documents,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import logging
 import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,9 @@ import pytest
 from text_fixtures import CharacterTokenizer, documents, lines, run, texts_of, twenty
 
 from megaparcae.data import blocks
+from megaparcae.data.index_cache import IndexSpec, cached_index
 from megaparcae.data.indexed import IndexedDataset
+from megaparcae.data.split import DocumentSplit
 from megaparcae.errors import UserError
 
 
@@ -396,3 +400,34 @@ def test_two_runs_on_one_prefix_are_refused(tmp_path: Path) -> None:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def test_text_edited_in_place_and_preprocessed_again_gets_an_index_of_its_own(
+    tmp_path: Path, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("megaparcae"), "propagate", True)
+    caplog.set_level(logging.INFO, "megaparcae")
+    path, _ = twenty(tmp_path)
+    spec = IndexSpec("concatenate", 16, True, DocumentSplit())
+    for first, rebuilt in (("document 7", False), ("DOCUMENT 7", True)):
+        path.write_text(path.read_text().replace("document 7", first))
+        run(path, tmp_path / "out")
+        caplog.clear()
+        cached_index(IndexedDataset(tmp_path / "out_text_document"), spec)
+        assert ("the one in the cache is for other data" in caplog.text) == rebuilt
+        assert "building" in caplog.text
+    caplog.clear()
+    cached_index(IndexedDataset(tmp_path / "out_text_document"), replace(spec, sequence_length=64))
+    assert "sequence_length was 16, is 64" in caplog.text
+
+
+def test_a_shard_edited_in_place_is_refused_for_its_record(tmp_path: Path) -> None:
+    path, _ = twenty(tmp_path)
+    run(path, tmp_path / "out")
+    with (tmp_path / "out_text_document.bin").open("r+b") as file:
+        file.seek(400)
+        file.write(b"\1\2")
+    with pytest.raises(
+        UserError, match=r"out_text_document\.bin is not the file .* preprocess again"
+    ):
+        IndexedDataset(tmp_path / "out_text_document")
