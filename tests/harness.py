@@ -54,25 +54,39 @@ def run_ranks(
     and one thread. With `init` (the default) the gloo process group exists before fn runs.
     Raises RankError when a rank raises, dies, or is not done after `timeout` seconds.
     """
-    context = multiprocessing.get_context("forkserver")
-    _start_forkserver()
     scratch = tempfile.mkdtemp(prefix="ranks-")
-    settings = {"world": world, "port": _free_port(), "init": init, "scratch": scratch, "env": env}
-    processes, pipes = [], []
+    processes: list[ForkServerProcess] = []
     try:
-        for rank in range(world):
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(rank, settings, theirs, fn, args))
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(mine)
+        processes, pipes = start_ranks(fn, world, *args, scratch=scratch, init=init, env=env)
         return _collect(processes, pipes, timeout, scratch)
     finally:
         for process in processes:
             process.kill()
             process.join()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def start_ranks(
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    scratch: str,
+    init: bool = True,
+    env: dict[str, str] | None = None,
+) -> tuple[list[ForkServerProcess], list[Connection]]:
+    """The processes of `run_ranks`, to do as one likes with, and the pipes of their results."""
+    context = multiprocessing.get_context("forkserver")
+    _start_forkserver()
+    settings = {"world": world, "port": _free_port(), "init": init, "scratch": scratch, "env": env}
+    processes, pipes = [], []
+    for rank in range(world):
+        mine, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(rank, settings, theirs, fn, args))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(mine)
+    return processes, pipes
 
 
 def _collect(
