@@ -128,10 +128,10 @@ def make_part(
     """
     contents = load_block(block, settings.keys)
     path = folder / f"{settings.hash(tokenizer)}-{contents.fingerprint}.part"
-    finished = read_header(path)
+    dtype = settings.token_dtype(tokenizer)
+    finished = read_header(path, dtype)
     if finished is not None:
         return finished, path
-    dtype = settings.token_dtype(tokenizer)
     columns = [_Column(dtype, tokenizer.vocab_size) for _ in settings.keys]
     eod = np.array([tokenizer.eod_id], dtype=np.uint32) if settings.append_eod else None
     part = Part(contents.fingerprint)
@@ -149,12 +149,14 @@ def make_part(
     return part, path
 
 
-def read_header(path: Path) -> Part | None:
-    """Header of a part, None when there is none or it is not whole."""
+def read_header(path: Path, dtype: np.dtype) -> Part | None:
+    """Header of a part, None when there is none or the file is not whole."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            return Part(**json.loads(file.read(size)))
+            part = Part(**json.loads(file.read(size)))
+            data = 4 * sum(part.num_documents) + dtype.itemsize * sum(part.num_tokens)
+            return part if os.fstat(file.fileno()).st_size == 8 + size + data else None
     except (OSError, ValueError, TypeError):
         return None
 

@@ -384,6 +384,17 @@ def test_resume_with_other_settings_does_not_reuse_parts(tmp_path: Path) -> None
     assert documents(tmp_path / "out") == [[100, 101, 102, 1]]
 
 
+def test_a_part_that_is_cut_short_is_made_again(tmp_path: Path) -> None:
+    path = lines(tmp_path, {"text": "abc"}, {"text": "defg"})
+    (tmp_path / "bad.jsonl").write_text("{")
+    with pytest.raises(UserError):  # leaves the part of the first input
+        run("", tmp_path / "out", inputs=(str(path), str(tmp_path / "bad.jsonl")), num_workers=1)
+    (part,) = (tmp_path / "out.parts").glob("*.part")
+    part.write_bytes(part.read_bytes()[:-2])
+    run(path, tmp_path / "out", resume=True)
+    assert texts_of(tmp_path / "out") == ["abc", "defg"]
+
+
 def test_two_runs_on_one_prefix_are_refused(tmp_path: Path) -> None:
     path, _ = twenty(tmp_path)
     pid = os.fork()
