@@ -61,8 +61,10 @@ def check_same_run(
     if meta["global_batch_size"] != global_batch:
         raise UserError(
             f"{folder} was trained with {meta['global_batch_size']} sequences a step, now "
-            f"{global_batch}, so the data would go on elsewhere; keep train.global_batch_size, or "
-            "set checkpoint.override_schedule: true"
+            f"{global_batch}, so the data would go on elsewhere; set "
+            f"train.global_batch_size={meta['global_batch_size']} and leave "
+            "gradient_accumulation_steps null (it follows the number of ranks), or set "
+            "checkpoint.override_schedule: true"
         )
     if changed:
         raise UserError(

@@ -52,6 +52,7 @@ def main() -> int:
     from megaparcae.log import logger, setup_logging
     from megaparcae.train.lost_rank import LostRankError
     from megaparcae.train.run import train
+    from megaparcae.train.safety import TrainingError
 
     faulthandler.enable()  # a crash in native code shows where
     setup_logging(int(os.environ["RANK"]))
@@ -65,6 +66,11 @@ def main() -> int:
         logger.debug("", exc_info=True)
         logger.error("error: %s", error)
         os._exit(1)  # to take down a communicator that misses a rank may take for ever
+    except TrainingError as error:
+        logger.debug("", exc_info=True)
+        if process.rank == 0:  # all ranks come to it together
+            logger.error("error: %s", error)
+        leave_together(1)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from harness import run_ranks
 from megaparcae.checkpoint import manager as manager_module
 from megaparcae.engine.distributed import Process
 from megaparcae.errors import UserError
+from megaparcae.optim.schedule import lr_factor
 from megaparcae.train.build import build_run
 from megaparcae.train.safety import SPARE_SECONDS, StopRequest, TrainingError
 from megaparcae.train.trainer import Trainer
@@ -189,3 +190,27 @@ class Part(Trainer):
 def part_of_run(folder: str, last: int) -> dict[str, Any]:
     Part.last = last
     return run(folder, {}, Part)
+
+
+def test_an_overridden_schedule_is_the_new_one_throughout(tmp_path):
+    """Also a run that is only made longer follows the formula of its new length."""
+    new = {"lr": 1e-4}, {"kind": "cosine", "warmup_steps": 1, "min_factor": 0.1}
+    changes = {
+        "optimizer": new[0],
+        "schedule": new[1],
+        "train": {"num_steps": 6},
+        "checkpoint": {"override_schedule": True},
+    }
+    run_ranks(run, 1, str(tmp_path), {})
+    assert "optimizer.lr was 0.003, now 0.0001" in refused(tmp_path, {"optimizer": new[0]})
+    assert "train.num_steps was 4, now 6" in refused(tmp_path, {"train": {"num_steps": 6}})
+    run_ranks(run, 1, str(tmp_path), changes)
+    resumed = tiny_config(merged(RUN, changes))
+    for record in records(tmp_path, "step")[STEPS:]:
+        factor = lr_factor(record["step"] - 1, resumed.schedule, 6)
+        assert record["lr"] == factor * 1e-4 and record["lr_factor"] == factor < 1
+
+
+def refused(folder: Path, changes: dict[str, Any]) -> str:
+    (end,) = run_ranks(run, 1, str(folder), changes)
+    return str(end["complete"])
