@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import re
+import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,6 +108,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self.before = torch.cuda.memory_allocated()
             return
+        ctypes.CDLL(None).malloc_trim(0)  # what is free goes back, or it would hide what is used
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again at VmRSS
         self.before = _resident("VmRSS")
 
@@ -121,30 +125,38 @@ def _resident(name: str) -> int:
 
 
 def in_processes(
-    function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]
+    function: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], preload: str = __name__
 ) -> list[Result]:
     """function(*arguments[i]) in a new process each, at the same time; what each returned.
 
-    `function` is a module's. Raises what the first to fail raised. The processes are forked from
-    one that has imported this module, and torch with it, and nothing else.
+    `function` is a module's. Raises what the first to fail raised. On CPU the processes are forked
+    from one that has imported `preload` and nothing else; CUDA doesn't survive a fork.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    if torch.cuda.is_available():
+        context: BaseContext = multiprocessing.get_context("spawn")
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # importing deepspeed looks at it
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([preload])
     with ProcessPoolExecutor(len(arguments), context) as pool:
         return [future.result() for future in [pool.submit(function, *a) for a in arguments]]
 
 
 def on_ranks(
-    function: Callable[..., Result], world: int, *arguments: Any, threads: int = 1
+    function: Callable[..., Result], world: int, *arguments: Any, threads: int = 0
 ) -> list[Result]:
-    """function(process, *arguments) on every rank of a process group; by rank."""
-    import socket
+    """function(process, *arguments) on every rank of a process group; by rank.
 
+    `threads` 0 shares the cores out among the ranks.
+    """
+    threads = threads or max(1, (os.cpu_count() or 1) // world)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return in_processes(
-        _on_rank, [(rank, world, port, threads, function, arguments) for rank in range(world)]
+        _on_rank,
+        [(rank, world, port, threads, function, arguments) for rank in range(world)],
+        preload="megaparcae.bench.runs",
     )
 
 

@@ -91,16 +91,44 @@ class GenerateOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in ("float32", "bfloat16"):
-            raise UserError(f"--dtype={self.dtype}: choose float32 or bfloat16")
+        _choose("--dtype", (self.dtype,), ("float32", "bfloat16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(ModelOptions):
+    """training step: finished rows drop out, against masking them; loss, loop work, scaling"""
+
+    parts: tuple[str, ...] = _option(("step", "loss", "work"), "of step, loss, work, scaling")
+    dtypes: tuple[str, ...] = _option(("fp32", "bf16"), "train.precision of the steps")
+    rows: tuple[int, ...] = _option((16,), "rows of a micro-batch", least=1)
+    means: tuple[int, ...] = _option((8,), "mean loops, half of them with gradient", least=1)
+    loss_vocab: int = _option(32768, "vocabulary of the loss part", least=2)
+    loss_tokens: tuple[int, ...] = _option((1024, 2048, 4096), "its tokens", least=1)
+    work_steps: int = _option(100, "steps of the work part", least=1)
+    scale_rows: tuple[int, ...] = _option((1, 2, 4, 8, 16), "rows of the scaling part", least=1)
+    scale_lengths: tuple[int, ...] = _option((128, 256, 512, 1024), "its sequence lengths", least=2)
+    scale_means: tuple[int, ...] = _option((1, 2, 4, 8, 16), "its mean loops", least=1)
+    png: str = _option("scaling.png", "picture of the scaling part")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _choose("--parts", self.parts, ("step", "loss", "work", "scaling"))
+        _choose("--dtypes", self.dtypes, ("fp32", "bf16"))
 
 
 SUITES: dict[str, type[Options]] = {
     "loader": LoaderOptions,
     "preprocess": PreprocessOptions,
     "generate": GenerateOptions,
+    "step": StepOptions,
 }
 """Suite -> its options; the module of the same name measures."""
+
+
+def _choose(flag: str, chosen: tuple[str, ...], allowed: tuple[str, ...]) -> None:
+    for one in chosen:
+        if one not in allowed:
+            raise UserError(f"{flag} {one}: choose among {', '.join(allowed)}")
 
 
 def flag_of(item: Field[Any]) -> str:

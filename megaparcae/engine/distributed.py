@@ -36,7 +36,8 @@ class MeetingError(RuntimeError):
 
 def set_deterministic(wanted: bool) -> None:
     """Let the same run give the same bits again: kernels with a fixed order of sums only."""
-    torch.use_deterministic_algorithms(wanted)
+    if wanted != torch.are_deterministic_algorithms_enabled():  # it imports torch's compiler: 2 s
+        torch.use_deterministic_algorithms(wanted)
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by the first product
         torch.backends.cudnn.benchmark = False
