@@ -12,6 +12,7 @@ from megaparcae.bench.measure import on_ranks
 from megaparcae.bench.options import StepOptions
 from megaparcae.bench.runs import step_seconds
 from megaparcae.bench.shapes import run_config
+from megaparcae.config.schema import RunConfig
 from megaparcae.model.flops import expected_flops
 
 BASE = {"rows": 4, "length": 256, "mean": 8}
