@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_parcae import ParcaeConfig
-from .decode_parcae import Plan, decode_block, make_plan
 
 # B rows, S positions, d width, H query heads, G key/value heads, hd head width, N cached positions
 
@@ -45,8 +44,6 @@ class Context:
     rows: Tensor | None = None
     """Rows of the batch that are computed; None is all of them."""
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
-    plans: dict[int, Plan | None] | None = None
-    """By stored layer, for the fast path of one new token per row; None is the ordinary path."""
 
     def select(self, rows: Tensor) -> "Context":
         """The same for some rows only (early exit)."""
@@ -221,15 +218,6 @@ class ParcaeBlock(GradientCheckpointingLayer):
         self.mlp_post_norm = norm() if sandwich else None
 
     def forward(self, x: Tensor, value_rows: Tensor | None, context: Context, slot: int) -> Tensor:
-        if context.plans is not None:
-            if self.layer not in context.plans:
-                context.plans[self.layer] = make_plan(self)
-            plan = context.plans[self.layer]
-            if plan is not None:
-                rotation, layer = (context.cos, context.sin), context.cache.layer(slot)
-                return decode_block(
-                    plan, x, value_rows, rotation, layer, context.start, QK_NORM_EPS
-                )
         branch, _ = self.attention(self.attention_norm(x), value_rows, context, slot)
         x = x + branch if self.scale == 1.0 else x + self.scale * branch
         if self.attention_post_norm is not None:

@@ -158,6 +158,13 @@ class ParcaeCache(Cache):
         self.loop_budget = loop_budget
         self.static = static
         self._loops_used: list[Tensor] = []
+        self.decoder: tuple[object, object] | None = None
+        """A model and its decode_parcae.Decoder. The cache is of no use once weights change, so
+        this is the place where what was made of them may stay."""
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copies of a cache go without the decoder."""
+        return {**self.__dict__, "decoder": None}
 
     def layer(self, index: int) -> LoopCacheLayer:
         """Layer by number, made when it is new."""

@@ -1,142 +1,364 @@
-"""One new token per row through a block, with as few kernels and Python calls as possible.
+"""One new token per row through the whole model, with as few kernels and Python calls as possible.
 
-The same arithmetic as `ParcaeBlock`, which is the definition and the test; in a small model a
+The same arithmetic as `ParcaeModel`, which is the definition and the test; in a small model a
 decoding step is mostly the cost of calling things. Used for plain modules without hooks.
-This file is copied into every exported folder: it needs torch and nothing else.
+This file is copied into every exported folder: it needs torch and transformers and nothing else.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu, softplus
+
+from .blocks_parcae import (
+    QK_NORM_EPS,
+    VALUE_GATE_INPUTS,
+    AdditiveInjection,
+    DiagonalInjection,
+    LinearInjection,
+    ParcaeAttention,
+    ParcaeBlock,
+    ParcaeMLP,
+    ParcaeRMSNorm,
+)
+from .cache_parcae import LoopCacheLayer, ParcaeCache
+from .early_exit_parcae import EarlyExit, run_until_settled
 
 # B rows, d width, H query heads, G key/value heads, hd head width, N cached positions
 
-
-class Plan(NamedTuple):
-    """The tensors and numbers of a block, fetched once per forward pass."""
-
-    norms: tuple[Tensor | None, ...]
-    """Before and after attention, before and after the MLP: [d]."""
-    eps: float
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    gate: Tensor | None
-    bias: Tensor | None
-    """Of queries and keys: [H + G, hd]."""
-    up: Tensor
-    down: Tensor
-    mlp_gate: Tensor | None
-    heads: int
-    kv_heads: int
-    head_dim: int
-    clip: float | None
-    qk_norm: bool
-    scale: float
+JOINED = 1 << 16
+"""Query weights up to this size are joined with those of keys and values (in a copy): for a small
+matrix, calling the product costs more than the product."""
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, ParcaeBlock, ParcaeAttention, ParcaeMLP)
+PLAIN = (*CONTAINERS, nn.Linear, nn.Embedding, ParcaeRMSNorm)
+INJECTIONS = (DiagonalInjection, LinearInjection, AdditiveInjection)
 
 
-def make_plan(block: nn.Module) -> Plan | None:
-    """The plan of a ParcaeBlock; None when something in it isn't a plain module."""
-    attention, mlp = block.attention, block.mlp
-    norms = (block.attention_norm, block.attention_post_norm, block.mlp_norm, block.mlp_post_norm)
-    matrices = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    matrices += [m for m in (attention.value_gate, mlp.gate_proj) if m is not None]
-    matrices += [mlp.up_proj, mlp.down_proj]
-    if not all(type(m) is nn.Linear and m.bias is None for m in matrices):
+class Norm:
+    """weight * x / sqrt(mean(x^2) + eps), the normalisation in fp32, for x [..., width].
+
+    Computed as weight sqrt(width) x / sqrt(|x|^2 + width eps).
+    """
+
+    def __init__(self, norm: ParcaeRMSNorm) -> None:
+        self.width = width = norm.weight.shape[0]
+        self.weight = norm.weight
+        self.root = math.sqrt(width)
+        self.scaled = norm.weight.float() * self.root
+        self.floor = norm.weight.new_tensor(math.sqrt(width * norm.eps), dtype=torch.float32)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float32:
+            size = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self.floor)
+            return torch.mul(x, self.scaled).div_(size)
+        y = x.float()
+        size = torch.linalg.vector_norm(y, dim=-1, keepdim=True).hypot_(self.floor)
+        return torch.mul(y, self.root).div_(size).to(x.dtype) * self.weight
+
+
+class Step(NamedTuple):
+    """What all blocks share in one step."""
+
+    value_rows: dict[int, Tensor]
+    """By stored layer: [B, G, hd]."""
+    turn: Tensor
+    """Rotation by the position, complex [B or 1, 1, hd / 2]."""
+    mask: Tensor | None
+    """True where a row may look: [B, 1, 1, N]; None when it may look everywhere."""
+    start: int
+    """Positions in the cache before this step."""
+    rows: Tensor | None = None
+    """Rows of the batch that are computed; None is all of them."""
+
+    def select(self, rows: Tensor) -> "Step":
+        """The same for some rows only (early exit)."""
+        return Step(
+            value_rows={i: table[rows] for i, table in self.value_rows.items()},
+            turn=self.turn[rows] if self.turn.shape[0] > 1 else self.turn,
+            mask=None if self.mask is None else self.mask[rows],
+            start=self.start,
+            rows=rows,
+        )
+
+
+class BlockDecoder:
+    """A ParcaeBlock on one new token per row."""
+
+    def __init__(self, block: ParcaeBlock) -> None:
+        attention, mlp = block.attention, block.mlp
+        self.layer, self.scale = block.layer, block.scale
+        self.heads, self.kv_heads = attention.heads, attention.kv_heads
+        self.head_dim, self.clip = attention.head_dim, attention.clip
+        self.grouped = self.heads != self.kv_heads
+        self.norm, self.mlp_norm = Norm(block.attention_norm), Norm(block.mlp_norm)
+        sandwich = block.attention_post_norm is not None
+        self.post_norm = Norm(block.attention_post_norm) if sandwich else None
+        self.mlp_post_norm = Norm(block.mlp_post_norm) if sandwich else None
+        self.qk_floor = None
+        if attention.qk_norm:
+            floor = math.sqrt(self.head_dim * QK_NORM_EPS)
+            self.qk_floor = self.norm.floor.new_tensor(floor)
+        has_bias = attention.q_bias is not None
+        self.bias = torch.cat([attention.q_bias, attention.k_bias]) if has_bias else None
+        self.gate = None if attention.value_gate is None else attention.value_gate.weight.t()
+        projections = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        self.projections = tuple(weight.t() for weight in projections)
+        self.joined = self.join(projections) if projections[0].numel() <= JOINED else None
+        self.out = attention.o_proj.weight.t()
+        self.up, self.down = mlp.up_proj.weight.t(), mlp.down_proj.weight.t()
+        self.mlp_gate = None if mlp.gate_proj is None else mlp.gate_proj.weight.t()
+        self.mlp_scale = self.scale * (0.5 if self.mlp_gate is None else 1.0)
+
+    def join(self, projections: tuple[Tensor, ...]) -> Tensor:
+        """Queries, keys, values and the value gate as one matrix [d, (H + 2 G) hd + G or so]."""
+        parts = [*projections]
+        if self.gate is not None:
+            gate = projections[0].new_zeros(self.kv_heads + self.kv_heads % 2, self.norm.width)
+            gate[: self.kv_heads, :VALUE_GATE_INPUTS] = self.gate.t()
+            parts.append(gate)
+        return torch.cat(parts).t()
+
+    def __call__(self, x: Tensor, step: Step, layer: LoopCacheLayer) -> Tensor:
+        """x [B, d] to the block's output [B, d]; writes position `step.start` of `layer`."""
+        out = self.attend(self.norm(x), step, layer)
+        x = torch.addmm(x, out, self.out, alpha=self.scale)
+        if self.post_norm is not None:
+            x = self.post_norm(x)
+        y = self.mlp_norm(x)
+        inner = torch.mm(y, self.up)
+        if self.mlp_gate is None:
+            inner = inner.relu_().square_()
+        else:
+            inner *= silu(torch.mm(y, self.mlp_gate))
+        x = torch.addmm(x, inner, self.down, alpha=self.mlp_scale)
+        return x if self.mlp_post_norm is None else self.mlp_post_norm(x)
+
+    def attend(self, y: Tensor, step: Step, layer: LoopCacheLayer) -> Tensor:
+        """Attention output before the projection: [B, H hd]."""
+        rows, heads = y.shape[0], self.heads
+        qk, v = self.project(y, step.value_rows.get(self.layer))
+        if self.clip is not None:
+            qk, v = qk.clamp(-self.clip, self.clip), v.clamp(-self.clip, self.clip)
+        if self.bias is not None:
+            qk = qk + self.bias
+        qk = self.rotate(qk.float(), step.turn).to(y.dtype).unsqueeze(2)  # [B, H + G, 1, hd]
+        v = v.unsqueeze(2)
+        if step.rows is None:
+            keys, values = layer.append_token(qk[:, heads:], v, step.start)
+        else:
+            keys, values = layer.update(qk[:, heads:], v, start=step.start, rows=step.rows)
+        out = scaled_dot_product_attention(
+            qk[:, :heads], keys, values, step.mask, enable_gqa=self.grouped
+        )
+        return out.reshape(rows, -1)
+
+    def project(self, y: Tensor, value_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, H + G, hd], and values [B, G, hd] with their embedding."""
+        rows, hd, kv_heads = y.shape[0], self.head_dim, self.kv_heads
+        num_qk, num_v = (self.heads + kv_heads) * hd, kv_heads * hd
+        gate = None
+        if self.joined is not None:
+            out = torch.mm(y, self.joined)
+            qk, v = out.narrow(1, 0, num_qk), out.narrow(1, num_qk, num_v)
+            if self.gate is not None:
+                gate = out.narrow(1, num_qk + num_v, kv_heads)
+        else:
+            q, k, v = self.projections
+            qk, v = torch.cat([torch.mm(y, q), torch.mm(y, k)], dim=1), torch.mm(y, v)
+            if self.gate is not None:
+                gate = torch.mm(y[:, :VALUE_GATE_INPUTS], self.gate)
+        v = v.view(rows, kv_heads, hd)
+        if gate is not None:
+            v = torch.addcmul(v, torch.sigmoid(gate).unsqueeze(2), value_rows, value=2)
+        return qk.view(rows, -1, hd), v
+
+    def rotate(self, qk: Tensor, turn: Tensor) -> Tensor:
+        """Rotation and QK-norm of [B, H + G, hd] fp32; the first leaves the norm as it is."""
+        pairs = torch.view_as_complex(qk.view(*qk.shape[:2], -1, 2))
+        turned = torch.view_as_real(pairs * turn).view(qk.shape)
+        if self.qk_floor is None:
+            return turned
+        size = torch.linalg.vector_norm(qk, dim=-1, keepdim=True).hypot_(self.qk_floor)
+        return turned.div_(size)
+
+
+class Decoder:
+    """A ParcaeModel on one new token per row; holds its tensors, and copies of small ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        config = model.config
+        self.model, self.config = model, config
+        self.embedding = model.embedding.weight
+        self.scale = math.sqrt(config.hidden_size) if config.scale_embeddings else None
+        self.tables = {int(i): table.weight for i, table in model.value_embeddings.items()}
+        self.final_norm = Norm(model.final_norm)
+        hd, device = config.head_dim, self.embedding.device
+        pair = torch.arange(0, hd, 2, device=device, dtype=torch.float32)
+        self.frequency = 1.0 / config.rope_theta ** (pair / hd)
+        self.radius = torch.full_like(self.frequency, math.sqrt(hd) if config.qk_norm else 1.0)
+        if not config.is_looped:
+            self.layers = [BlockDecoder(block) for block in model.layers]
+            return
+        self.prelude = [BlockDecoder(block) for block in model.prelude]
+        self.core = [BlockDecoder(block) for block in model.core]
+        self.coda = [BlockDecoder(block) for block in model.coda]
+        self.prelude_norm = Norm(model.prelude_norm) if model.prelude_norm is not None else None
+        self.readout = None if model.readout is None else model.readout.weight.t()
+        self.loop_norm = self.final_norm if config.loop_norm else None
+        self.prepare_injection(model.injection)
+
+    def prepare_injection(self, injection: nn.Module) -> None:
+        """u = decay * h + step * (e drive), u = h state + e drive, or u = h + e."""
+        d = self.config.hidden_size
+        self.decay, self.step_size, self.state, self.drive = None, None, None, None
+        match injection:
+            case DiagonalInjection():
+                step = softplus(injection.dt_bias.float())
+                decay = torch.exp(-step * torch.exp(injection.A_log.float()))
+                self.step_size, self.decay = step.to(injection.B.dtype), decay.to(injection.B.dtype)
+                self.drive = injection.B.t()
+            case LinearInjection():
+                self.state = injection.weight[:, :d].t()
+                self.drive = injection.weight[:, d:].t()
+
+    def __call__(
+        self,
+        ids: Tensor,  # [B, 1]
+        cache: ParcaeCache,
+        start: int,
+        *,
+        mask: Tensor | None,  # [B, start + 1]
+        position_ids: Tensor | None,  # [B or 1, 1]
+        num_loops: int,
+        early_exit: EarlyExit | None,
+    ) -> Tensor:
+        """The normalised output [B, 1, d]; appends to the cache."""
+        ids = ids[:, 0]
+        x = torch.embedding(self.embedding, ids)
+        if self.scale is not None:
+            x = x * self.scale
+        if mask is not None and bool(mask.all()):
+            mask = None
+        if position_ids is None and mask is not None:
+            position_ids = mask.long().sum(-1, keepdim=True) - 1
+        step = Step(
+            value_rows={
+                i: torch.embedding(table, ids).view(len(ids), -1, self.config.head_dim)
+                for i, table in self.tables.items()
+            },
+            turn=self.rotation(start, position_ids),
+            mask=None if mask is None else mask.bool()[:, None, None],
+            start=start,
+        )
+        if self.config.is_looped:
+            return self.run_looped(x, step, cache, position_ids, num_loops, early_exit)[:, None]
+        for i, block in enumerate(self.layers):
+            x = block(x, step, cache.layer(i))
+        return self.final_norm(x)[:, None]
+
+    def rotation(self, start: int, position_ids: Tensor | None) -> Tensor:
+        """Complex [B or 1, 1, hd / 2]; QK-norm's factor sqrt(hd) is its radius."""
+        if position_ids is None:
+            return torch.polar(self.radius, self.frequency * float(start))[None, None]
+        angle = position_ids.float() * self.frequency
+        return torch.polar(self.radius.expand_as(angle), angle).unsqueeze(1)
+
+    def run_looped(
+        self,
+        x: Tensor,
+        step: Step,
+        cache: ParcaeCache,
+        position_ids: Tensor | None,
+        num_loops: int,
+        rule: EarlyExit | None,
+    ) -> Tensor:
+        """Prelude, loop and coda of embeddings x [B, d]; the normalised output."""
+        for i, block in enumerate(self.prelude):
+            x = block(x, step, cache.layer(i))
+        e = x if self.prelude_norm is None else self.prelude_norm(x)
+        h = None
+        if self.config.initial_state != "zero":
+            if position_ids is None:
+                position_ids = torch.full((1, 1), step.start, device=x.device)
+            h = self.model.start_state(e[:, None], position_ids)[:, 0]
+        term = e if self.drive is None else torch.mm(e, self.drive)
+        if self.step_size is not None:
+            term = term.mul_(self.step_size)
+        if rule is None:
+            for t in range(num_loops):
+                h = self.run_core(h, term, step, cache, t)
+            return self.run_coda(h, step, cache)
+        h = torch.zeros_like(e) if h is None else h
+        return self.exit_early(h, term, step, cache, num_loops, rule)
+
+    def run_core(
+        self, h: Tensor | None, term: Tensor, step: Step, cache: ParcaeCache, t: int
+    ) -> Tensor:
+        """One loop: injection, then the core blocks; a state of zero may be None."""
+        if h is None:
+            x = term
+        elif self.decay is not None:
+            x = torch.addcmul(term, self.decay, h)
+        elif self.state is not None:
+            x = torch.addmm(term, h, self.state)
+        else:
+            x = term + h
+        first = self.model.slot(cache, t, 0)
+        for j, block in enumerate(self.core):
+            x = block(x, step, cache.layer(first + j))
+        return x
+
+    def run_coda(self, h: Tensor, step: Step, cache: ParcaeCache) -> Tensor:
+        """Readout, coda and final norm of the state h [B, d]."""
+        x = h if self.loop_norm is None else self.loop_norm(h)
+        x = x if self.readout is None else torch.mm(x, self.readout)
+        for i, block in enumerate(self.coda):
+            x = block(x, step, cache.layer(len(self.prelude) + i))
+        return self.final_norm(x)
+
+    def exit_early(
+        self,
+        h: Tensor,
+        term: Tensor,
+        step: Step,
+        cache: ParcaeCache,
+        num_loops: int,
+        rule: EarlyExit,
+    ) -> Tensor:
+        """The loops that every row needs, and the coda."""
+
+        def core(h: Tensor, t: int, rows: Tensor | None) -> Tensor:
+            some = step if rows is None else step.select(rows)
+            return self.run_core(h, term if rows is None else term[rows], some, cache, t)
+
+        def coda(h: Tensor, rows: Tensor | None) -> Tensor:
+            return self.run_coda(h, step if rows is None else step.select(rows), cache)[:, None]
+
+        def leave(rows: Tensor, t: int) -> None:
+            self.model.fill_skipped_loops(cache, step.start, rows, t, num_loops)
+
+        h, used = run_until_settled(h, num_loops, rule, core, coda, leave)
+        cache.record_loops(used)
+        return self.run_coda(h, step, cache)
+
+
+def make_decoder(model: nn.Module) -> Decoder | None:
+    """None when something isn't plain: hooks, adapters, quantised weights, several devices."""
+    kinds = {(p.dtype, p.device) for p in model.parameters()}
+    if len(kinds) != 1 or not next(iter(kinds))[0].is_floating_point:
         return None
-    for module in (attention, mlp, *matrices, *norms):
-        if module is not None and (module._forward_hooks or module._forward_pre_hooks):
+    for name, module in model.named_modules():
+        if name and type(module) not in (*PLAIN, *INJECTIONS):
             return None
-    has_bias = attention.q_bias is not None
-    return Plan(
-        norms=tuple(None if norm is None else norm.weight for norm in norms),
-        eps=block.attention_norm.eps,
-        q=attention.q_proj.weight,
-        k=attention.k_proj.weight,
-        v=attention.v_proj.weight,
-        o=attention.o_proj.weight,
-        gate=None if attention.value_gate is None else attention.value_gate.weight,
-        bias=torch.cat([attention.q_bias, attention.k_bias]) if has_bias else None,
-        up=mlp.up_proj.weight,
-        down=mlp.down_proj.weight,
-        mlp_gate=None if mlp.gate_proj is None else mlp.gate_proj.weight,
-        heads=attention.heads,
-        kv_heads=attention.kv_heads,
-        head_dim=attention.head_dim,
-        clip=attention.clip,
-        qk_norm=attention.qk_norm,
-        scale=block.scale,
-    )
+        if name and (
+            module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+        ):
+            return None
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            return None
+    return Decoder(model)
 
 
-def decode_block(
-    plan: Plan,
-    x: Tensor,  # [B, 1, d]
-    value_rows: Tensor | None,  # [B, 1, G, hd]
-    rotation: tuple[Tensor, Tensor],  # each [B or 1, 1, 1, hd]
-    layer: object,  # LoopCacheLayer
-    start: int,
-    qk_eps: float,
-) -> Tensor:
-    """The block's output [B, 1, d]; writes position `start` of the cache layer."""
-    before, after, mlp_before, mlp_after = plan.norms
-    y = _normalize(x, plan.eps).to(x.dtype) * before
-    out = _attend(plan, y, value_rows, rotation, layer, start, qk_eps)
-    x = torch.add(x, linear(out, plan.o), alpha=plan.scale)
-    if after is not None:
-        x = _normalize(x, plan.eps).to(x.dtype) * after
-    y = _normalize(x, plan.eps).to(x.dtype) * mlp_before
-    inner = linear(y, plan.up)
-    if plan.mlp_gate is None:
-        inner = torch.relu(inner).square_()
-        x = torch.add(x, linear(inner, plan.down), alpha=0.5 * plan.scale)
-    else:
-        inner *= silu(linear(y, plan.mlp_gate))
-        x = torch.add(x, linear(inner, plan.down), alpha=plan.scale)
-    return x if mlp_after is None else _normalize(x, plan.eps).to(x.dtype) * mlp_after
-
-
-def _attend(
-    plan: Plan,
-    y: Tensor,
-    value_rows: Tensor | None,
-    rotation: tuple[Tensor, Tensor],
-    layer: object,
-    start: int,
-    qk_eps: float,
-) -> Tensor:
-    """Attention output before the projection: [B, 1, H hd]."""
-    rows, heads, hd = y.shape[0], plan.heads, plan.head_dim
-    v = linear(y, plan.v).view(rows, 1, plan.kv_heads, hd)
-    if plan.gate is not None:
-        gate = torch.sigmoid(linear(y[..., : plan.gate.shape[1]], plan.gate)).unsqueeze(-1)
-        v = torch.addcmul(v, gate, value_rows, value=2)
-    qk = torch.cat([linear(y, plan.q), linear(y, plan.k)], dim=-1).view(rows, 1, -1, hd)
-    if plan.clip is not None:
-        qk, v = qk.clamp_(-plan.clip, plan.clip), v.clamp(-plan.clip, plan.clip)
-    if plan.bias is not None:
-        qk = qk + plan.bias
-    qk = qk.float()
-    swapped = qk.view(rows, 1, -1, hd // 2, 2).flip(-1).view(qk.shape)
-    qk = torch.addcmul(qk * rotation[0], swapped, rotation[1])
-    if plan.qk_norm:
-        qk = _normalize(qk, qk_eps)
-    qk = qk.to(y.dtype).transpose(1, 2)  # [B, H + G, 1, hd]
-    keys, values = layer.append_token(qk[:, heads:], v.transpose(1, 2), start)
-    out = scaled_dot_product_attention(
-        qk[:, :heads], keys, values, enable_gqa=heads != plan.kv_heads
-    )
-    return out.view(rows, 1, -1)
-
-
-def _normalize(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) in fp32: the layer norm of [x, -x], whose mean is 0."""
-    x, width = x.float(), x.shape[-1]
-    both = torch.cat([x, x.neg()], dim=-1)
-    return torch.layer_norm(both, (2 * width,), None, None, eps)[..., :width]
-
-
-__all__ = ["Plan", "decode_block", "make_plan"]
+__all__ = ["Decoder", "make_decoder"]

@@ -38,7 +38,8 @@ from .blocks_parcae import (
 )
 from .cache_parcae import ParcaeCache
 from .configuration_parcae import ParcaeConfig
-from .early_exit_parcae import DEFAULT_THRESHOLDS, EarlyExit
+from .decode_parcae import Decoder, make_decoder
+from .early_exit_parcae import DEFAULT_THRESHOLDS, EarlyExit, run_until_settled
 
 # B rows, S positions, d width, H query heads, G key/value heads, hd head width, V vocabulary
 
@@ -137,22 +138,46 @@ class ParcaeModel(ParcaePreTrainedModel):
 
         `h0` [B, S, d] replaces the start state. `early_exit` works on single new tokens.
         """
-        x = self.embed(input_ids, inputs_embeds)
         if use_cache and cache is None and not torch.is_grad_enabled():
             cache = ParcaeCache(loop_budget=self.config.loop_budget)
         start = 0 if cache is None else int(cache.get_seq_length())
+        total = self.count_loops(num_loops)
+        plain = inputs_embeds is None and h0 is None
+        decode = self.decoder(cache, input_ids, attention_mask, kwargs) if plain else None
+        if decode is not None:
+            x = decode(
+                input_ids,
+                cache,
+                start,
+                mask=attention_mask,
+                position_ids=position_ids,
+                num_loops=total,
+                early_exit=early_exit,
+            )
+            return BaseModelOutputWithPast(last_hidden_state=x, cache=cache if use_cache else None)
+        x = self.embed(input_ids, inputs_embeds)
         positions = self.positions(x, attention_mask, position_ids, start)
         context = self.context(x, input_ids, attention_mask, positions, cache, start, kwargs)
         if self.config.is_looped:
             x = self.run_looped(
-                x, h0, context, positions, num_loops, num_grad_loops, early_exit=early_exit
+                x, h0, context, positions, total, num_grad_loops, early_exit=early_exit
             )
         else:
-            _require(num_loops in (None, 1), "num_loops", num_loops, "1: this model has no loop")
             for i, block in enumerate(self.layers):
                 x = block(x, context.value_rows.get(i), context, i)
             x = self.final_norm(x)
         return BaseModelOutputWithPast(last_hidden_state=x, cache=cache if use_cache else None)
+
+    def count_loops(self, num_loops: int | None) -> int:
+        """Passes through the core: those asked for, or the configuration's."""
+        if not self.config.is_looped:
+            _require(num_loops in (None, 1), "num_loops", num_loops, "1: this model has no loop")
+            return 1
+        total = self.config.num_loops if num_loops is None else num_loops
+        _require(
+            isinstance(total, int) and total >= 1, "num_loops", total, "an integer of at least 1"
+        )
+        return total
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """Input embeddings [B, S, d]."""
@@ -202,21 +227,33 @@ class ParcaeModel(ParcaePreTrainedModel):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        context = Context(cos, sin, attend, mask, rows, cache, start, attention_kwargs=kwargs)
-        if self.decodes_fast(x, context):
-            context.plans = {}
-        return context
+        return Context(cos, sin, attend, mask, rows, cache, start, attention_kwargs=kwargs)
 
-    def decodes_fast(self, x: Tensor, context: Context) -> bool:
-        """One new token per row, our cache, no padding, no gradient: see decode_parcae.py."""
-        return (
-            x.shape[1] == 1
-            and context.mask is None
-            and not torch.is_grad_enabled()
-            and isinstance(context.cache, ParcaeCache)
-            and not context.cache.static
-            and self.config._attn_implementation == "sdpa"
-        )
+    def decoder(
+        self,
+        cache: Cache | None,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Decoder | None:
+        """The fast path of one new token per row (decode_parcae.py), or None."""
+        if not isinstance(cache, ParcaeCache) or cache.static or torch.is_grad_enabled():
+            return None
+        if input_ids is None or input_ids.shape[1] != 1:
+            cache.decoder = None
+            return None
+        width = cache.get_seq_length() + 1
+        if (
+            self.config._attn_implementation != "sdpa"
+            or torch.compiler.is_compiling()
+            or (attention_mask is not None and attention_mask.shape[1:] != (width,))
+            or kwargs.get("output_hidden_states")
+            or kwargs.get("output_attentions")
+        ):
+            return None
+        if cache.decoder is None or cache.decoder[0] is not self:
+            cache.decoder = (self, make_decoder(self))
+        return cache.decoder[1]
 
     def run_looped(
         self,
@@ -224,23 +261,19 @@ class ParcaeModel(ParcaePreTrainedModel):
         h0: Tensor | None,
         context: Context,
         positions: Tensor,
-        num_loops: int | None,
+        total: int,
         num_grad_loops: int | None,
         *,
         early_exit: EarlyExit | None,
     ) -> Tensor:
         """Prelude, loop and coda of embeddings x [B, S, d]; returns the normalised output."""
-        total = self.config.num_loops if num_loops is None else num_loops
-        _require(
-            isinstance(total, int) and total >= 1, "num_loops", total, "an integer of at least 1"
-        )
         for i, block in enumerate(self.prelude):
             x = block(x, context.value_rows.get(i), context, i)
         e = x if self.prelude_norm is None else self.prelude_norm(x)
         h = self.start_state(e, positions) if h0 is None else h0.to(e.dtype)
         drive = self.injection.prepare(e)
         if early_exit is not None and x.shape[1] == 1:
-            h = self.run_until_settled(h, drive, context, total, early_exit)
+            h = self.exit_early(h, drive, context, total, early_exit)
         else:
             h = self.run_loops(h, drive, context, total, num_grad_loops)
         return self.run_coda(h, context)
@@ -270,13 +303,16 @@ class ParcaeModel(ParcaePreTrainedModel):
         x = self.injection(h, drive)
         for j, block in enumerate(self.core):
             x = block(
-                x, context.value_rows.get(len(self.prelude) + j), context, self.slot(context, t, j)
+                x,
+                context.value_rows.get(len(self.prelude) + j),
+                context,
+                self.slot(context.cache, t, j),
             )
         return x
 
-    def slot(self, context: Context, t: int, j: int) -> int:
+    def slot(self, cache: Cache | None, t: int, j: int) -> int:
         """Cache layer of core block j in loop t."""
-        budget = getattr(context.cache, "loop_budget", None)
+        budget = cache.loop_budget if isinstance(cache, ParcaeCache) else None
         loop = t if budget is None else t % budget
         return len(self.prelude) + len(self.coda) + loop * len(self.core) + j
 
@@ -289,10 +325,10 @@ class ParcaeModel(ParcaePreTrainedModel):
             x = block(x, context.value_rows.get(first + i), context, len(self.prelude) + i)
         return self.final_norm(x)
 
-    def run_until_settled(
+    def exit_early(
         self, h: Tensor, drive: Drive, context: Context, total: int, rule: EarlyExit
     ) -> Tensor:
-        """Loops for one new token per row; a row that has settled is not computed any further.
+        """The loops that every row's new token needs; the final states [B, 1, d].
 
         The cache stays valid: loops that a token skips hold the keys and values of its last loop.
         """
@@ -301,39 +337,30 @@ class ParcaeModel(ParcaePreTrainedModel):
             raise ValueError(
                 "early_exit needs a ParcaeCache: use_cache=True and no cache_implementation"
             )
-        active = torch.arange(h.shape[0], device=h.device)
-        used = torch.full_like(active, total)
-        final, full, before = torch.empty_like(h), context, None
-        for t in range(total):
-            h = self.run_core(h, drive, context, t)
-            if t + 1 == total:
-                break
-            now = rule.observe(h, context)
-            settled = None if before is None else rule.change(now, before) < rule.threshold
-            before = now
-            if settled is None or not settled.any():
-                continue
-            leaving, stay = active[settled], ~settled
-            used[leaving] = t + 1
-            final[leaving] = h[settled]
-            self.fill_skipped_loops(context, leaving, t, total)
-            active, h, before = active[stay], h[stay], before[stay]
-            if not len(active):
-                break
-            drive = Drive(drive.term[stay], drive.decay)
-            context = full.select(active)
-        final[active] = h
-        cache.record_loops(used)
-        return final
 
-    def fill_skipped_loops(self, context: Context, rows: Tensor, last: int, total: int) -> None:
+        def core(h: Tensor, t: int, rows: Tensor | None) -> Tensor:
+            if rows is None:
+                return self.run_core(h, drive, context, t)
+            return self.run_core(h, Drive(drive.term[rows], drive.decay), context.select(rows), t)
+
+        def coda(h: Tensor, rows: Tensor | None) -> Tensor:
+            return self.run_coda(h, context if rows is None else context.select(rows))
+
+        def leave(rows: Tensor, t: int) -> None:
+            self.fill_skipped_loops(cache, context.start, rows, t, total)
+
+        h, used = run_until_settled(h, total, rule, core, coda, leave)
+        cache.record_loops(used)
+        return h
+
+    def fill_skipped_loops(
+        self, cache: ParcaeCache, start: int, rows: Tensor, last: int, total: int
+    ) -> None:
         """Give the loops after `last` the keys and values that these rows had in it."""
-        begin, end = context.start, context.start + 1
         for j in range(len(self.core)):
-            source = self.slot(context, last, j)
-            for target in {self.slot(context, t, j) for t in range(last + 1, total)} - {source}:
-                layer = context.cache.layer(target)
-                layer.copy_rows(context.cache.layer(source), rows, begin, end)
+            source = self.slot(cache, last, j)
+            for target in {self.slot(cache, t, j) for t in range(last + 1, total)} - {source}:
+                cache.layer(target).copy_rows(cache.layer(source), rows, start, start + 1)
 
 
 class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
@@ -416,11 +443,8 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
         )
         _require(self.config.is_looped, "early_exit", rule, "None: this model has no loop")
 
-        def log_probs(h: Tensor, context: Context) -> Tensor:
-            return self.logits(self.model.run_coda(h, context))[:, 0].float().log_softmax(-1)
-
         limit = DEFAULT_THRESHOLDS[rule] if threshold is None else threshold
-        return EarlyExit(rule, limit, log_probs)
+        return EarlyExit(rule, limit, self.logits)
 
     def _prepare_cache_for_generation(
         self,
