@@ -63,7 +63,7 @@ def _pin(memory: Tensor) -> None:
 class Task:
     """A function in a thread: its result, or what it raised, when it is awaited."""
 
-    def __init__(self, function: Callable[[], str | None]) -> None:
+    def __init__(self, function: Callable[[], str | None] | Callable[[], None]) -> None:
         self.function = function
         self.result: str | None = None
         self.failure: BaseException | None = None
@@ -83,9 +83,9 @@ class Task:
         """Whether it has ended, well or not."""
         return not self.thread.is_alive()
 
-    def wait(self, timeout: float | None = None) -> str | None:
+    def wait(self) -> str | None:
         """Its result. Raises what it raised."""
-        self.thread.join(timeout)
+        self.thread.join()
         if self.failure is not None:
             raise self.failure
         return self.result

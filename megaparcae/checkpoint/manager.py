@@ -105,6 +105,7 @@ class CheckpointManager:
         self.pending: tuple[int, Task] | None = None
         """Step and thread of the save that is being written."""
         self.stall = 0.0
+        self.room: Task | None = None
 
     def resume(self, engine: Checkpointed) -> int:
         """Restore the newest complete checkpoint; the number of steps made, 0 for a new run.
@@ -139,6 +140,13 @@ class CheckpointManager:
         engine.finish_load(meta["updates"])
         logger.info("rolled back to %s", folder)
 
+    def prepare(self, engine: Checkpointed) -> None:
+        """Make room for the copies of a save while training goes on: the first one is then as
+        short as the others. States exist by now."""
+        if self.config.checkpoint.asynchronous:
+            fragments = engine.owned_fragments()
+            self.room = Task(lambda: self.copies.reserve(fragments))
+
     def begin(
         self, step: int, engine: Checkpointed, *, validation_loss: float | None = None
     ) -> None:
@@ -146,6 +154,8 @@ class CheckpointManager:
         kept. Training may go on when it returns; `wait` must be called before the next."""
         assert self.pending is None, "the save before has not been waited for"
         started = time.perf_counter()
+        if self.room is not None:
+            self.room.wait()
         copies = self.copies.take(engine.owned_fragments())
         write = partial(self._write, step, copies, self._meta(step, engine, validation_loss))
         self.pending = step, Task(write)
@@ -166,7 +176,7 @@ class CheckpointManager:
         started = time.perf_counter()
         problem = task.wait()
         stall = self.stall + time.perf_counter() - started
-        return self._result(step, problem, max(task.seconds, stall), stall)
+        return self._result(step, problem, self.stall + task.seconds, stall)
 
     def save(
         self, step: int, engine: Checkpointed, *, validation_loss: float | None = None

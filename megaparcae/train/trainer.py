@@ -18,6 +18,7 @@ from megaparcae.train.build import Run, apply_schedule
 from megaparcae.train.health import HealthMonitor
 from megaparcae.train.lost_rank import probe_connections
 from megaparcae.train.metrics import StepClock, console_line, start_record, work_record
+from megaparcae.train.profile import StepProfiler
 from megaparcae.train.replicas import check_replicas
 from megaparcae.train.safety import (
     RollBackGuard,
@@ -73,6 +74,7 @@ class Trainer:
         on_gpu = run.process.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
         self.clock = StepClock(config, run.plan, self.device_name)
+        self.profiler = StepProfiler(run, self.run_dir / "profile", self.clock)
         self.num_counted = run.plan.global_batch * config.model.sequence_length
         """Labels of a step: packing leaves no padding, so every position counts."""
 
@@ -92,7 +94,7 @@ class Trainer:
             stop=self.config.train.num_steps,
             num_workers=self.config.data.num_workers,
         )
-        self.saved = step
+        self.saved = first = step
         self.clock.skip()
         try:
             while step < self.config.train.num_steps:
@@ -100,6 +102,8 @@ class Trainer:
                 record = self.step(step, reader)
                 self.last_step = step = step + 1
                 self.report(record)
+                if step == first + 1:
+                    self.checkpoints.prepare(self.run.engine)
                 if _due(step, self.config.train.replica_check_interval):
                     check_replicas(self.run.model, step, self.stragglers.hosts)
                 if self.config.train.loss_spike == "roll_back":
@@ -149,7 +153,8 @@ class Trainer:
         if watched:
             self.health.watch()
         accept = self.spikes.accept if self.config.train.loss_spike == "skip" else None
-        loss = float(self.run.engine.train_batch(micro_batches, 1 / self.num_counted, accept))
+        with self.profiler.watch(step + 1):
+            loss = float(self.run.engine.train_batch(micro_batches, 1 / self.num_counted, accept))
         norm = self.run.engine.grad_norm()
         self.stragglers.note(host)
         n, k = self.batches.depths(step, step_sample_ids(step, self.run.plan.global_batch))

@@ -176,6 +176,20 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_at_the_same_global_batch(tmp_
     assert [(s["dp"], s["accumulation"]) for s in starts] == [(w, 12 // w) for w in worlds]
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_saves_are_recorded_with_what_training_waited(asynchronous, tmp_path):
+    options = {"interval": 1, "asynchronous": asynchronous, "keep": 1, "keep_best": 1}
+    (end,) = run_ranks(run, 1, str(tmp_path), {"checkpoint": options})
+    assert end["complete"] is True
+    saves = records(tmp_path, "checkpoint")
+    assert [r["step"] for r in saves] == list(range(1, STEPS + 1))
+    assert all((r["stall_seconds"] == r["seconds"]) != asynchronous for r in saves[:-1])
+    losses = {r["step"]: r["loss"]["2"] for r in records(tmp_path, "validation")}
+    best = min(losses, key=losses.__getitem__)
+    kept = {int(f.name[-8:]) for f in tmp_path.glob("step_*")}
+    assert kept == {best, STEPS}
+
+
 class Part(Trainer):
     """Stops by itself after some step, as at the end of a job's time."""
 
