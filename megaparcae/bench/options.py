@@ -19,7 +19,7 @@ class Options:
     """What all suites share."""
 
     repeats: int = _option(5, "measurements of each variant, in turn", least=1)
-    threads: int = _option(0, "torch threads of a process (0: torch's choice)", least=0)
+    threads: int = _option(0, "torch threads of a process (0: the cores, shared out)", least=0)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -116,11 +116,42 @@ class StepOptions(ModelOptions):
         _choose("--dtypes", self.dtypes, ("fp32", "bf16"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions(ModelOptions):
+    """optimizer step: sharded over the ranks, against every rank doing all of it"""
+
+    ranks: int = _option(2, "data-parallel ranks", least=2)
+    threads: int = _option(1, "torch threads of a rank", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(ModelOptions):
+    """idle share of pipeline stages: simulated, and counted in a real pipeline of processes"""
+
+    stages: int = _option(4, "P, pipeline stages", least=2)
+    micro_batches: int = _option(32, "M, micro-batches of a step", least=1)
+    rows: int = _option(4, "rows of a micro-batch", least=1)
+    simulated_steps: int = _option(50, "steps that are simulated", least=1)
+    real_steps: int = _option(3, "steps of the real pipeline, on a narrow model", least=1)
+    threads: int = _option(1, "torch threads of a stage", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(ModelOptions):
+    """saves that training waits for, saves beside it, and loading"""
+
+    repeats: int = _option(3, "measurements of each variant, in turn", least=1)
+    dir: str | None = _option(None, "folder on the disk to measure (default: a temporary one)")
+
+
 SUITES: dict[str, type[Options]] = {
     "loader": LoaderOptions,
     "preprocess": PreprocessOptions,
     "generate": GenerateOptions,
     "step": StepOptions,
+    "optimizer": OptimizerOptions,
+    "pipeline": PipelineOptions,
+    "checkpoint": CheckpointOptions,
 }
 """Suite -> its options; the module of the same name measures."""
 

@@ -10,12 +10,19 @@ from megaparcae.config.schema import RunConfig
 from megaparcae.errors import UserError
 
 
-def run_config(options: ModelOptions, shape: Sequence[str], more: Sequence[str] = ()) -> RunConfig:
-    """`shape` where neither --config nor --preset is given; `more` has the last word."""
+def run_config(
+    options: ModelOptions,
+    shape: Sequence[str] = (),
+    more: Sequence[str] = (),
+    *,
+    preset: str | None = None,
+) -> RunConfig:
+    """`preset` and `shape` where neither --config nor --preset is given; `more` goes last."""
     overrides = [*options.overrides, *more]
     if options.config is not None and options.preset is not None:
         raise UserError("--config and --preset exclude each other; give one of them")
     if options.config is not None:
         return load_config(options.config, overrides)
-    base = () if options.preset is not None else shape
-    return preset_config(options.preset, [*base, *overrides])
+    if options.preset is not None:
+        return preset_config(options.preset, overrides)
+    return preset_config(preset, [*shape, *overrides])
