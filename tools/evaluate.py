@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Loss, perplexity and bits per byte at any numbers of loops; CORE; tasks of lm-eval.
+"""Loss and perplexity at any numbers of loops or with early exit; CORE; tasks of lm-eval.
 
 python tools/evaluate.py --model runs/tiny --num-loops 1,4,8          the run's validation rows
 torchrun --nproc-per-node 8 tools/evaluate.py --model DIR --data SHARD_PREFIX TEXT_FILE ...
 python tools/evaluate.py --model DIR --core BUNDLE --tasks extended --results core.jsonl
 python tools/evaluate.py --model EXPORT --lm-eval table3,perplexity
+python tools/evaluate.py --model DIR --early-exit kl,entropy,state --picture exit.png
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ def parse() -> argparse.Namespace:
     add("--results", type=Path, metavar="JSONL", help="keep CORE results here, and resume")
     add("--lm-eval", metavar="TASKS", help="table3, perplexity or names; needs an export")
     add("--lm-eval-path", metavar="DIR", help="folder with task files of your own")
+    add("--early-exit", metavar="RULES", help="kl, entropy, state: loss by mean loops per token")
+    add("--picture", type=Path, metavar="PNG", help="draw the curve of --early-exit")
     add("--start", choices=("zero", "drawn"), default="zero", help="state h_0; drawn: as trained")
     add("--seed", type=int, help="of drawn start states (default: the run's)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the arithmetic")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaparcae.config.schema import DataConfig, DatasetConfig, RunConfig
+from megaparcae.config.schema import DataConfig, DatasetConfig, ModelConfig, RunConfig
 from megaparcae.data.build import open_all_documents, open_datasets
 from megaparcae.data.indexed import IndexedDataset
 from megaparcae.data.tokenizer import Tokenizer, load_tokenizer
@@ -50,20 +50,26 @@ def measure_loss(
     ranks: Ranks,
 ) -> list[DepthLoss]:
     """The loss at the scorer's depths."""
-    rows = _rows(scorer, options, run, tokenizer)
-    if options.max_rows is not None:
-        rows = rows.first(options.max_rows)
+    rows = loss_rows(scorer.config, options, run=run, tokenizer=tokenizer)
     return evaluate_loss(scorer, rows, batch_tokens=options.batch_tokens, ranks=ranks)
 
 
-def _rows(
-    scorer: Scorer, options: LossOptions, run: RunConfig | None, tokenizer: str | None
+def loss_rows(
+    model: ModelConfig, options: LossOptions, *, run: RunConfig | None, tokenizer: str | None
+) -> LossRows:
+    """What `options` name, or the run's validation rows."""
+    rows = _all_rows(model, options, run, tokenizer)
+    return rows if options.max_rows is None else rows.first(options.max_rows)
+
+
+def _all_rows(
+    model: ModelConfig, options: LossOptions, run: RunConfig | None, tokenizer: str | None
 ) -> LossRows:
     known = load_tokenizer(tokenizer, fast=False) if tokenizer else None
     if not options.data:
         return _validation_rows(run, known)
     shards = [Path(f"{one}.idx").is_file() for one in options.data]
-    length = scorer.config.sequence_length
+    length = model.sequence_length
     if not any(shards):
         return text_rows(options.data, need_tokenizer(tokenizer), length, options.key)
     if not all(shards):
@@ -80,7 +86,7 @@ def _rows(
         tokenizer=None if known and _reads_shards(known, options.data) else tokenizer,
         cache_dir=run.data.cache_dir if run else None,
     )
-    vocab_size = scorer.config.vocab_size
+    vocab_size = model.vocab_size
     dataset = open_all_documents(data, sequence_length=length, vocab_size=vocab_size)
     return dataset_rows(dataset, dataset.num_samples, known)
 

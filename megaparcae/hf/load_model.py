@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from megaparcae.checkpoint.model_tensors import LazyTensors, read_model_tensors, read_run_config
-from megaparcae.checkpoint.names import canonical_shapes, check_names
+from megaparcae.checkpoint.names import canonical_shapes, check_names, to_hf
 from megaparcae.checkpoint.storage import newest_folder
 from megaparcae.config.schema import ModelConfig, RunConfig
 from megaparcae.errors import UserError
-from megaparcae.hf.load import load_folder
+from megaparcae.hf.config import to_hf_config
+from megaparcae.hf.load import TABLES, load_folder
+from megaparcae.hf.modeling_parcae import ParcaeForCausalLM
 from megaparcae.model.build import build_model
 from megaparcae.model.looped_lm import LoopedLM
 from megaparcae.model.transformer import Transformer
@@ -75,3 +77,14 @@ def _filled(
         assert leaf in module._parameters, name
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     return model.eval()
+
+
+def as_exported(model: LoopedLM | Transformer) -> ParcaeForCausalLM:
+    """The same model in transformers' form, as an export has it: without padded rows, fp32."""
+    config = model.config
+    made = ParcaeForCausalLM(to_hf_config(config)).eval()
+    for name, tensor in model.state_dict().items():
+        rows = config.vocab_size if name.startswith(TABLES) else None
+        made.get_parameter(to_hf(name)).data = tensor[:rows].detach()
+    made.tie_weights()
+    return made

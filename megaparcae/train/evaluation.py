@@ -17,7 +17,7 @@ from megaparcae.eval.core import SEEDS, CoreOptions
 from megaparcae.eval.loss import loss_table
 from megaparcae.eval.ranks import Ranks
 from megaparcae.eval.results import result_table, scores
-from megaparcae.eval.run import LossOptions, depths, integers, measure_core, measure_loss
+from megaparcae.eval.run import LossOptions, depths, integers, loss_rows, measure_core, measure_loss
 from megaparcae.eval.scoring import Scorer
 from megaparcae.hf.load_model import LoadedModel, load_model
 from megaparcae.launcher.ranks import rank_variables, ranks_exist
@@ -32,6 +32,8 @@ def evaluate(args: argparse.Namespace) -> str:
     setup_logging(ranks.index)
     if args.lm_eval:
         _check_lm_eval(args, ranks)
+    if args.early_exit:
+        _check_early_exit(args, ranks)
     loaded = load_model(args.model, device)
     config = loaded.model.config
     trained_with = loaded.run.train.seed if loaded.run else 0
@@ -47,7 +49,9 @@ def evaluate(args: argparse.Namespace) -> str:
     if config.architecture == "looped":
         report["mean_recurrence"] = config.recurrence.mean_recurrence
     tables = []
-    if args.data or not (args.core or args.lm_eval):
+    if args.early_exit:
+        tables.append(_early_exit(args, loaded, device, report))
+    elif args.data or not (args.core or args.lm_eval):
         tables.append(_loss(args, loaded, scorer, ranks, report))
     if args.core:
         tables.append(_core(args, loaded, scorer, ranks, report))
@@ -71,17 +75,47 @@ def _join(wanted_device: str) -> tuple[Ranks, torch.device]:
 def _loss(
     args: argparse.Namespace, loaded: LoadedModel, scorer: Scorer, ranks: Ranks, report: Report
 ) -> str:
-    options = LossOptions(
+    tokenizer = args.tokenizer or loaded.tokenizer
+    losses = measure_loss(scorer, _text(args), run=loaded.run, tokenizer=tokenizer, ranks=ranks)
+    report["loss"] = [dataclasses.asdict(one) for one in losses]
+    return loss_table(losses)
+
+
+def _text(args: argparse.Namespace) -> LossOptions:
+    return LossOptions(
         data=tuple(args.data),
         packing=args.packing,
         max_rows=args.max_rows,
         key=args.json_key,
         batch_tokens=args.batch_tokens,
     )
+
+
+def _check_early_exit(args: argparse.Namespace, ranks: Ranks) -> None:
+    """What can be said before the model is loaded."""
+    from megaparcae.hf.exit_curve import parse_rules
+
+    parse_rules(args.early_exit)
+    if ranks.count > 1:
+        raise UserError("--early-exit runs in one process; start it without torchrun or deepspeed")
+
+
+def _early_exit(
+    args: argparse.Namespace, loaded: LoadedModel, device: torch.device, report: Report
+) -> str:
+    from megaparcae.hf.exit_curve import draw_exit_curve, exit_curve, exit_table, parse_rules
+    from megaparcae.hf.load_model import as_exported
+
     tokenizer = args.tokenizer or loaded.tokenizer
-    losses = measure_loss(scorer, options, run=loaded.run, tokenizer=tokenizer, ranks=ranks)
-    report["loss"] = [dataclasses.asdict(one) for one in losses]
-    return loss_table(losses)
+    rows = loss_rows(loaded.model.config, _text(args), run=loaded.run, tokenizer=tokenizer)
+    tokens = [row.tokens for row in rows.read(range(len(rows.lengths)))]
+    model = as_exported(loaded.model).to(device, getattr(torch, args.dtype))
+    rules = parse_rules(args.early_exit)
+    points = exit_curve(model, tokens, rules, batch_tokens=args.batch_tokens)
+    if args.picture is not None:
+        draw_exit_curve(points, args.picture, f"early exit, {args.model}")
+    report["early_exit"] = [dataclasses.asdict(point) for point in points]
+    return exit_table(points)
 
 
 def _core(

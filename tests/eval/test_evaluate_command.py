@@ -93,6 +93,17 @@ def test_two_ranks_and_another_batch_give_the_same_number(made):
     assert done.stdout.count("perplexity") == 1
 
 
+def test_early_exit_starts_from_the_losses_of_fixed_loops(made):
+    picture = made / "exit.png"
+    arguments = ("--early-exit", "kl", "--max-rows", 2, "--picture", picture)
+    points = evaluate(made, *arguments)["early_exit"]
+    plain = evaluate(made, "--num-loops", "1,2,3,4", "--max-rows", 2)
+    fixed = [point["loss"] for point in points if point["rule"] == "fixed"]
+    assert fixed == pytest.approx(losses(plain), rel=1e-5)
+    assert {point["rule"] for point in points} == {"fixed", "kl"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_core_of_an_export_is_that_of_its_checkpoint_and_is_resumed(made):
     items = [
         {"query": f"The {animal}", "choices": ["sea is wide", "whale", "of"], "gold": i % 3}
@@ -120,6 +131,7 @@ def test_core_of_an_export_is_that_of_its_checkpoint_and_is_resumed(made):
         (["--data", "nowhere.txt"], "run", "nowhere.txt does not exist"),
         (["--core", "nowhere"], "run", "no core.yaml"),
         (["--lm-eval", "table3"], "run", "needs an export"),
+        (["--early-exit", "kl,luck"], "run", "--early-exit=kl,luck: choose from"),
         ([], "nowhere", "is no folder"),
     ],
 )

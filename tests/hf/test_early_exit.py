@@ -8,6 +8,7 @@ from golden_models import tensors
 from test_generation import greedy, tiny
 
 from megaparcae.hf.cache_parcae import ParcaeCache
+from megaparcae.hf.exit_curve import exit_curve
 
 
 @pytest.mark.parametrize("rule", ["kl", "entropy", "state"])
@@ -68,3 +69,18 @@ def test_a_single_token_prompt_may_exit_early() -> None:
 def test_unknown_rules_are_refused() -> None:
     with pytest.raises(ValueError, match="early_exit='psychic'"):
         greedy(tiny(), tensors("cache_generation")["prompt"], early_exit="psychic")
+
+
+def test_the_curve_runs_from_two_loops_to_the_loss_of_all_loops() -> None:
+    rows = [*tensors("cache_generation")["prompt"].numpy(), torch.arange(5).numpy()]
+    points = exit_curve(tiny(), rows, ["kl", "state"], factors=[0.0, 1.0, 1e9], batch_tokens=24)
+    fixed = [point for point in points if point.rule == "fixed"]
+    assert [point.loops for point in fixed] == list(range(1, 9))
+    assert {point.num_tokens for point in points} == {11 + 11 + 4}
+    for rule in ("kl", "state"):
+        never, some, soon = (point for point in points if point.rule == rule)
+        assert never.loops == 8
+        assert never.loss == pytest.approx(fixed[7].loss, rel=1e-5)
+        assert 2 <= some.loops <= 8
+        assert soon.loops == 2
+        assert soon.loss == pytest.approx(fixed[1].loss, rel=1e-5)
