@@ -16,6 +16,7 @@ FREE = (
     "parallel.",
     "checkpoint.",
     "log.",
+    "profile.",
     "validation.",
     "data.tokenizer",
     "data.cache_dir",

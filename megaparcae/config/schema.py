@@ -497,6 +497,18 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Traces of single steps, written to `profile/` in the folder of the run."""
+
+    steps: tuple[int, ...] = ()
+    """Steps to trace, with the numbers of the log; leave the first ones out, which warm up."""
+
+    def __post_init__(self) -> None:
+        for step in self.steps:
+            _at_least("profile.steps", step, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One run: the root of every YAML in launch/configs."""
 
@@ -513,6 +525,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         tp = self.parallel.tp
@@ -540,6 +553,13 @@ class RunConfig:
             raise ValueError(
                 "train.loss_spike='roll_back' needs checkpoints to return to, but "
                 "checkpoint.interval=0 saves at the end only; set an interval, or use skip"
+            )
+        if self.data.num_epochs is None and max(self.profile.steps, default=0) > (
+            self.train.num_steps
+        ):
+            raise ValueError(
+                f"profile.steps={list(self.profile.steps)} goes beyond train.num_steps="
+                f"{self.train.num_steps}; name steps that the run makes"
             )
         if self.parallel.zero_stage and self.optimizer.name != "adamw":
             raise ValueError(

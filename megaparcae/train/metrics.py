@@ -71,6 +71,11 @@ class StepClock:
         self.other_seconds += (now - self.last) * bool(self.num_steps)
         self.last = now
 
+    def exclude(self, seconds: float) -> None:
+        """So much of the time since the last step was no part of the next one."""
+        self.other_seconds += seconds
+        self.last += seconds
+
     def step(self, step: int, n: np.ndarray, k: np.ndarray) -> Record:
         """Figures of the step that has just ended; n and k are the depths of its whole batch."""
         now = time.perf_counter()
