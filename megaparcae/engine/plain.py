@@ -38,7 +38,8 @@ class PlainEngine:
         mesh: Mesh,
         leaf_modules: tuple[type[nn.Module], ...],
     ) -> None:
-        """`leaf_modules` are gathered as a whole under ZeRO-3: the module that holds the loop."""
+        """`leaf_modules` are gathered as a whole under ZeRO-3: the module that holds the loop, and
+        those that use weights of modules inside without calling these."""
         self.mesh = mesh
         self.zero_stage: int = options["zero_optimization"]["stage"]
         if self.zero_stage:

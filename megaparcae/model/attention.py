@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaparcae.config.schema import VALUE_GATE_INPUTS, ModelConfig
-from megaparcae.model.norm import QK_NORM_EPS, rms_normalize
-from megaparcae.model.rope import apply_rope, rope_table
+from megaparcae.model.norm import QK_NORM_EPS
+from megaparcae.model.precision import as_multiplied
+from megaparcae.model.rope import rope_table
+from megaparcae.ops.rotary import rotary
 
 # B rows, S positions, d width, H query heads, G key/value heads, hd head width.
 # Under tensor parallelism H and G are this rank's heads: sizes are read from the tensors.
@@ -68,11 +70,15 @@ class Attention(nn.Module):
         self.q_bias = nn.Parameter(torch.empty(config.num_heads, hd)) if config.qk_bias else None
         self.k_bias = nn.Parameter(torch.empty(config.kv_heads, hd)) if config.qk_bias else None
 
-    def forward(self, y: Tensor, context: AttentionContext, value_rows: Tensor | None) -> Tensor:
-        """y [B, S, d] is the normalised block input; value_rows [B, S, G hd] its table rows."""
-        q, k, v = self.project(y, value_rows)  # [B, S, H or G, hd]
-        q = self.rotate(q, self.q_bias, context)
-        k = self.rotate(k, self.k_bias, context)
+    def forward(
+        self,
+        y: Tensor,  # [B, S, d], the normalised block input
+        context: AttentionContext,
+        value_rows: Tensor | None,  # [B, S, G hd] of this layer's table
+        input_weight: Tensor | None = None,
+    ) -> Tensor:
+        """`input_weight` is what `self.input_weight()` gave, for those who apply a layer often."""
+        q, k, v = self.project(y, context, value_rows, input_weight)  # [B, S, H or G, hd]
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -83,23 +89,38 @@ class Attention(nn.Module):
         )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def project(self, y: Tensor, value_rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def input_weight(self) -> Tensor:
+        """[(H + 2G) hd (+ gate), d]: q, k, v and the gate as one matrix product.
+
+        The gate's rows are zero where it does not read y, and padded to a multiple of 8.
+        """
+        parts = [as_multiplied(proj.weight) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+        if self.value_gate is not None:
+            gate = as_multiplied(self.value_gate.weight)
+            unread, surplus = parts[0].shape[1] - gate.shape[1], -len(gate) % 8
+            parts.append(F.pad(gate, (0, unread, 0, surplus)))
+        return torch.cat(parts)
+
+    def project(
+        self,
+        y: Tensor,
+        context: AttentionContext,
+        value_rows: Tensor | None,
+        input_weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values by head; v += 2 sigmoid(W_g y[:32]) * table row."""
-        q, k, v = (
-            proj(y).unflatten(-1, (-1, self.head_dim))
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        products = F.linear(y, self.input_weight() if input_weight is None else input_weight)
+        num_queries, num_values = (len(p.weight) for p in (self.q_proj, self.v_proj))
+        sizes = [num_queries + num_values, num_values]
+        qk, v, gate = products.split([*sizes, products.shape[-1] - sum(sizes)], dim=-1)
+        qk, v = qk.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.head_dim))
         if self.value_gate is not None:
             assert value_rows is not None
-            gate = 2 * torch.sigmoid(self.value_gate(y[..., :VALUE_GATE_INPUTS]))  # [B, S, G]
-            v = v + gate[..., None] * value_rows.unflatten(-1, (-1, self.head_dim)).type_as(v)
+            opened = 2 * torch.sigmoid(gate[..., : v.shape[2], None])  # [B, S, G, 1]
+            v = torch.addcmul(v, opened, value_rows.unflatten(-1, (-1, self.head_dim)))
         if self.clip_qkv is not None:
-            q, k, v = (t.clamp(-self.clip_qkv, self.clip_qkv) for t in (q, k, v))
-        return q, k, v
-
-    def rotate(self, x: Tensor, bias: Tensor | None, context: AttentionContext) -> Tensor:
-        """Bias, rotary embedding and QK-norm of queries or keys [B, S, heads, hd]."""
-        if bias is not None:
-            x = (x + bias).type_as(x)
-        x = apply_rope(x, context.rope)
-        return rms_normalize(x, QK_NORM_EPS) if self.qk_norm else x
+            qk, v = (t.clamp(-self.clip_qkv, self.clip_qkv) for t in (qk, v))
+        if self.q_bias is not None and self.k_bias is not None:
+            qk = (qk + torch.cat([self.q_bias, self.k_bias])).type_as(qk)
+        eps = QK_NORM_EPS if self.qk_norm else None
+        return *rotary(qk, context.rope, eps, num_queries // self.head_dim), v

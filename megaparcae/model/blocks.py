@@ -39,15 +39,24 @@ class Block(nn.Module):
         x: Tensor,  # [B, S, d]
         context: AttentionContext,
         value_rows: Tensor | None,
+        input_weight: Tensor | None = None,
         recompute_attention: bool = False,
     ) -> Tensor:
-        branch = checkpointed(recompute_attention, self.attend, x, context, value_rows)
+        """With `recompute_attention` its branch is computed again in the backward pass."""
+        inputs = x, context, value_rows, input_weight
+        branch = checkpointed(recompute_attention, self.attend, *inputs)
         x = self.attention_post_norm(self.add(x, branch))
         return self.mlp_post_norm(self.add(x, self.mlp(self.mlp_norm(x))))
 
-    def attend(self, x: Tensor, context: AttentionContext, value_rows: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        x: Tensor,
+        context: AttentionContext,
+        value_rows: Tensor | None,
+        input_weight: Tensor | None,
+    ) -> Tensor:
         """The attention branch."""
-        return self.attention(self.attention_norm(x), context, value_rows)
+        return self.attention(self.attention_norm(x), context, value_rows, input_weight)
 
     def add(self, x: Tensor, branch: Tensor) -> Tensor:
         """Residual sum."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaparcae.config.schema import ModelConfig
+from megaparcae.model.precision import as_multiplied
 
 # B rows, S positions, d width
 
@@ -76,7 +77,7 @@ class LinearInjection(nn.Module):
     def forward(self, e: Tensor) -> DriveParts:
         of_state, of_input = self.weight.split([self.width, self.weight.shape[1] - self.width], 1)
         # A copy of its own: sharded weights may be gone by the time the loop runs.
-        return F.linear(e, of_input), None, of_state.contiguous()
+        return F.linear(e, of_input), None, as_multiplied(of_state).contiguous()
 
 
 class AdditiveInjection(nn.Module):

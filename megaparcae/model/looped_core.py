@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from megaparcae.model.attention import AttentionContext
+from megaparcae.model.blocks import Block
 from megaparcae.model.injection import Drive
 from megaparcae.model.loop import LoopPlan, last_rows, run_phase
 from megaparcae.model.probe import Probe
@@ -24,11 +26,14 @@ class LoopInputs:
     context: AttentionContext
     value_rows: tuple[Tensor | None, ...]
     """Value-embedding rows [B, S, G hd] of each core layer."""
+    input_weights: tuple[Tensor, ...] = ()
+    """Of each core layer's attention; the core fills them in."""
 
     def detached(self) -> LoopInputs:
         """For the loops without gradient."""
         rows = tuple(None if rows is None else rows.detach() for rows in self.value_rows)
-        return replace(self, value_rows=rows)
+        weights = tuple(weight.detach() for weight in self.input_weights)
+        return replace(self, value_rows=rows, input_weights=weights)
 
 
 class LoopedCore(nn.ModuleDict):
@@ -53,6 +58,7 @@ class LoopedCore(nn.ModuleDict):
         module's tensor arguments are known, and the drive's are known last of all.
         """
         drive = Drive(*drive_parts)  # type: ignore[arg-type]
+        inputs = replace(inputs, input_weights=self.input_weights())
         plan, layers = inputs.plan, len(self)
         begin, end = (plan.cut(fraction, layers) for fraction in share)
         units = plan.no_grad_units(begin, end, layers)
@@ -65,6 +71,11 @@ class LoopedCore(nn.ModuleDict):
             torch.clear_autocast_cache()
         units = plan.grad_units(begin, end, layers)
         return self.run_units(h, plan.grad, units, drive, inputs)
+
+    def input_weights(self) -> tuple[Tensor, ...]:
+        """Of each layer's attention: put together and cast once, not once per loop."""
+        attentions = (cast(Block, self[str(i)]).attention for i in range(len(self)))
+        return tuple(attention.input_weight() for attention in attentions)
 
     def run_units(
         self,
@@ -92,5 +103,6 @@ class LoopedCore(nn.ModuleDict):
         for i in layers:
             table = inputs.value_rows[i]
             value_rows = None if table is None else table[: len(h)]
-            h = run_block(self[str(i)], h, context, value_rows, self.recompute, self.work)
+            weight = inputs.input_weights[i]
+            h = run_block(self[str(i)], h, context, value_rows, self.recompute, self.work, weight)
         return h

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaparcae.config.schema import ModelConfig
+from megaparcae.ops.squared_relu import squared_relu
 
 
 class SquaredReluMLP(nn.Module):
@@ -17,7 +18,7 @@ class SquaredReluMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, y: Tensor) -> Tensor:
-        return self.down_proj(0.5 * F.relu(self.up_proj(y)).square())
+        return self.down_proj(squared_relu(self.up_proj(y)))
 
 
 class SwiGLUMLP(nn.Module):

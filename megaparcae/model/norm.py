@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megaparcae.ops.rms_norm import rms_norm
+
 QK_NORM_EPS = 2.0**-23
 """Epsilon of the weightless query/key norm: fp32's machine epsilon, whatever the input type."""
 
@@ -24,7 +26,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps)
         return rms_normalize(x, self.eps) * self.weight
 
 

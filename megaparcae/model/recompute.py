@@ -43,11 +43,12 @@ def run_block(
     value_rows: Tensor | None,
     recompute: str,
     work: WorkCounter,
+    input_weight: Tensor | None = None,
 ) -> Tensor:
     """One Transformer block with the activation checkpointing its section asks for."""
 
     def run(x: Tensor) -> Tensor:
         work.add(len(x))
-        return block(x, context, value_rows, recompute == "selective")
+        return block(x, context, value_rows, input_weight, recompute == "selective")
 
     return checkpointed(recompute == "block", run, x)

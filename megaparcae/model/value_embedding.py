@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megaparcae.config.schema import ModelConfig
+from megaparcae.model.precision import as_multiplied
 
 
 class ValueEmbeddings(nn.ModuleDict):
@@ -20,6 +21,6 @@ class ValueEmbeddings(nn.ModuleDict):
         )
 
     def rows(self, layer: int, ids: Tensor) -> Tensor | None:
-        """Rows [B, S, G hd] of a layer's table, or None for a layer without one."""
+        """Rows [B, S, G hd] of a layer's table as values are, or None for a layer without one."""
         name = str(layer)
-        return self[name](ids) if name in self else None
+        return as_multiplied(self[name](ids)) if name in self else None

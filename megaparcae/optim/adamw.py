@@ -31,12 +31,14 @@ SMALLEST_ROOT = math.sqrt(torch.finfo(torch.float32).tiny)
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """Plain AdamW by torch's fused kernel; `adamw_step` is its definition."""
+    """Plain AdamW by torch's fused kernel, or on CUDA apex's; `adamw_step` is its definition."""
 
     lr: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    apex: bool = False
+    """NVIDIA's apex can be imported."""
 
     def update(
         self,
@@ -55,6 +57,10 @@ class AdamW:
         if not parameters:
             return
         decay(parameters, decayed, lr * self.weight_decay)
+        if self.apex and parameters[0].is_cuda:
+            tensors = [list(t) for t in (gradients, parameters, exp_avgs, exp_avg_sqs)]
+            apex_adam(tensors, lr, self.betas, self.eps, step)
+            return
         count = torch.tensor(float(step), device=parameters[0].device)
         torch._fused_adamw_(
             list(parameters),
@@ -111,6 +117,26 @@ class ClippedAdamW:
         scales = (means.sqrt().clamp(min=1.0) * (1 - b1**step) / math.sqrt(1 - b2**step)).unbind()
         torch._foreach_mul_(roots, list(scales))
         torch._foreach_addcdiv_(list(parameters), list(exp_avgs), roots, value=-lr)
+
+
+def apex_adam(
+    tensors: list[list[Tensor]],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+) -> None:
+    """The kernel of apex's FusedAdam on [gradients, parameters, exp_avgs, exp_avg_sqs], in place.
+
+    The class itself is an optimizer of its own; here the states are sharded, and decay is done.
+    """
+    import amp_C
+    from apex.multi_tensor_apply import multi_tensor_applier
+
+    unused_overflow = torch.zeros(1, dtype=torch.int, device=tensors[0][0].device)
+    decoupled, correct_bias, weight_decay = 1, 1, 0.0
+    options = (lr, *betas, eps, step, decoupled, correct_bias, weight_decay)
+    multi_tensor_applier(amp_C.multi_tensor_adam, unused_overflow, tensors, *options)
 
 
 def adamw_step(

@@ -33,8 +33,8 @@ class Recipe:
         return describe((n, shape, self.rule(n, shape).kind) for n, shape in parameters)
 
 
-def make_recipe(config: OptimizerConfig) -> Recipe:
-    """The updates that `optimizer.*` asks for."""
+def make_recipe(config: OptimizerConfig, *, apex: bool = False) -> Recipe:
+    """The updates that `optimizer.*` asks for; `apex`: NVIDIA's apex is there to be used."""
     muon = Muon(lr=config.muon_lr, dtype=config.muon_dtype)
     match config.name:
         case "muon_adamw" | "adamw":
@@ -43,6 +43,7 @@ def make_recipe(config: OptimizerConfig) -> Recipe:
                 betas=config.betas,
                 eps=config.eps,
                 weight_decay=config.weight_decay,
+                apex=apex,
             )
         case "adamw_rdm":
             adamw = ClippedAdamW(lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)

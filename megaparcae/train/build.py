@@ -16,10 +16,12 @@ from megaparcae.engine.ds_config import deepspeed_options
 from megaparcae.engine.pipeline import PipelineEngine
 from megaparcae.engine.plain import PlainEngine
 from megaparcae.log import logger
+from megaparcae.model.attention import Attention
 from megaparcae.model.blocks import Block
 from megaparcae.model.build import build_model
 from megaparcae.model.init import initial_value
 from megaparcae.model.looped_core import LoopedCore
+from megaparcae.ops.apex import nvidia_apex
 from megaparcae.optim.recipe import make_recipe
 from megaparcae.optim.schedule import Hyperparameters
 from megaparcae.parallel.apply import lay_out
@@ -79,12 +81,12 @@ def make_engine(
     options = deepspeed_options(config.parallel, config.train, config.optimizer, plan)
     if mesh.pp.size > 1:
         return PipelineEngine(model, stages[mesh.pp.index].part, optimizer, options, mesh)
-    return PlainEngine(model, optimizer, options, mesh, leaf_modules=(LoopedCore,))
+    return PlainEngine(model, optimizer, options, mesh, leaf_modules=(LoopedCore, Attention))
 
 
 def make_optimizer(config: RunConfig, model: nn.Module, mesh: Mesh) -> Optimizer:
     """Ours at ZeRO stage 0; PyTorch's AdamW for DeepSpeed to shard at stages 1 to 3."""
-    recipe = make_recipe(config.optimizer)
+    recipe = make_recipe(config.optimizer, apex=nvidia_apex())
     parameters = list(model.parameters())
     if config.parallel.zero_stage == 0:
         return ShardedOptimizer(parameters, recipe, mesh)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from golden_data import golden_model
 from megaparcae.config.schema import ModelConfig, RecurrenceConfig
-from megaparcae.model.attention import Attention
+from megaparcae.model.attention import Attention, AttentionContext
 from megaparcae.model.batch import fixed_depth
 from megaparcae.model.build import build_model
 from megaparcae.model.init import initialize
@@ -49,11 +49,14 @@ def test_the_loss_is_the_cross_entropy_of_the_logits_without_those_of_the_paddin
 
 def test_clipping_clamps_queries_keys_and_values():
     torch.manual_seed(0)
-    plain = Attention(SMALL, has_value_embedding=False)
-    clipped = Attention(replace(SMALL, clip_qkv=0.1), has_value_embedding=False)
+    config = replace(SMALL, qk_norm=False)
+    plain = Attention(config, has_value_embedding=False)
+    clipped = Attention(replace(config, clip_qkv=0.1), has_value_embedding=False)
     clipped.load_state_dict(plain.state_dict())
     y = torch.randn(1, 16, 32)
-    for free, bounded in zip(plain.project(y, None), clipped.project(y, None), strict=True):
+    not_turned = AttentionContext(torch.tensor([1.0, 0.0]).expand(16, 8, 2).contiguous())
+    free_heads, clipped_heads = (a.project(y, not_turned, None, None) for a in (plain, clipped))
+    for free, bounded in zip(free_heads, clipped_heads, strict=True):
         assert free.abs().max() > 0.1
         torch.testing.assert_close(bounded, free.clamp(-0.1, 0.1))
 
