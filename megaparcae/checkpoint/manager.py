@@ -156,6 +156,7 @@ class CheckpointManager:
         started = time.perf_counter()
         if self.room is not None:
             self.room.wait()
+            self.room = None
         copies = self.copies.take(engine.owned_fragments())
         write = partial(self._write, step, copies, self._meta(step, engine, validation_loss))
         self.pending = step, Task(write)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import socket
 import statistics
@@ -18,6 +17,8 @@ NEW = 6
 """What was never done before is given this many times the least limit."""
 GRACE_SECONDS = 10.0
 """Between a rank's stacks and its end, which ends the others: they have theirs to show."""
+PAUSE = 10
+"""A look that comes this many periods late was not late by itself."""
 REMEMBERED = 50
 """Durations of a phase that its median is taken of."""
 
@@ -46,9 +47,6 @@ class Watchdog:
         if self.phase is not None:
             self.known[self.phase].append(now - self.since)
         self.phase, self.step, self.since = phase, step, now
-        if self.factor:  # for a hang that holds the interpreter, so that no thread of ours can act
-            last = self.limit() + 2 * GRACE_SECONDS
-            faulthandler.dump_traceback_later(last, exit=True, file=2)
 
     def limit(self) -> float:
         """Seconds after which the present phase is a hang."""
@@ -61,12 +59,15 @@ class Watchdog:
         """Stop watching."""
         self.phase = None
         self.closed.set()
-        if self.factor:
-            faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        while not self.closed.wait(min(1.0, self.min_seconds / 4)):
-            phase, seconds = self.phase, time.monotonic() - self.since
+        period, before = min(1.0, self.min_seconds / 4), time.monotonic()
+        while not self.closed.wait(period):
+            now = time.monotonic()
+            if now - before > PAUSE * period:  # the whole process was halted, as Slurm may do
+                self.since += now - before
+            before = now
+            phase, seconds = self.phase, now - self.since
             if phase is not None and seconds > self.limit():
                 logger.error(self._report(phase, seconds))
                 self.closed.wait(GRACE_SECONDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import time
 
@@ -76,7 +75,6 @@ def test_every_rank_of_a_hung_run_shows_its_stack_and_ends(tmp_path):
 def test_it_acts_only_when_it_is_on_and_not_after_the_run(monkeypatch):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.01)
     for factor, close in ((0.0, False), (2.0, True), (2.0, False)):
         watch = Watchdog(factor, 0.01)
@@ -86,3 +84,26 @@ def test_it_acts_only_when_it_is_on_and_not_after_the_run(monkeypatch):
         time.sleep(0.3)
         watch.close()
         assert bool(ended) == (factor > 0 and not close)
+
+
+@pytest.mark.parametrize(
+    ("looks", "hung"), [([1.0] * 9, False), ([1.0] * 11, True), ([1.0, 500.0, 1.0], False)]
+)
+def test_a_process_that_was_halted_from_outside_is_not_hung(clock, monkeypatch, looks, hung):
+    """Time in which the watch itself did not run does not count."""
+
+    class Looks:
+        def wait(self, _period: float) -> bool:
+            if not looks:
+                return True
+            clock[0] += looks.pop(0)
+            return False
+
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    watch = Watchdog(0, 10.0)
+    watch.closed = Looks()
+    watch.known["step"].append(0.1)
+    watch.begin("step", 0)
+    watch._watch()
+    assert bool(ended) == hung
