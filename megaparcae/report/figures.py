@@ -291,7 +291,7 @@ def flops_bar(history: History) -> str:
         f"{again:.1%} more is executed: attention scores in the backward pass, and activation "
         "checkpointing where it is on."
     )
-    return render_bar("FLOPs by part", "{}FLOP per token", parts, note)
+    return render_bar("FLOPs by part", "{} FLOP per token", parts, note)
 
 
 def executed_again(config: RunConfig) -> float:

@@ -60,6 +60,7 @@ def render_page(history: History) -> str:
             _section("Speed", *map(render, speed_charts(history))),
             _section("Where it goes", flops_bar(history), time_bar(history)),
             _events(history),
+            _traced(history),
             _about(history),
             "</main>",
             f"<footer>Written {escape(_clock(time.time()))} by tools/report.py</footer>",
@@ -134,7 +135,9 @@ def _tiles(history: History) -> str:
     if losses:
         recent = [x for _, x in losses[-max(1, len(losses) // 50) :]]
         mean = sum(recent) / len(recent)
-        tiles.append(("training loss", f"{mean:.3f}", f"mean of the last {len(recent)} steps"))
+        tiles.append(
+            ("training loss", f"{mean:.3f}", f"mean of the last {_count(len(recent), 'step')}")
+        )
     if history.validation:
         step, by_depth = max(history.validation.items())
         if by_depth:
@@ -230,6 +233,18 @@ def _event_table(events: Iterable[Event], title: str) -> str:
     )
 
 
+def _traced(history: History) -> str:
+    """What profile.steps has measured."""
+    try:
+        text = (history.folder / "profile" / "summary.txt").read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return (
+        '<section aria-labelledby="traced"><h2 id="traced">Traced steps</h2>'
+        f'<div class="card"><pre tabindex="0">{escape(text)}</pre></div></section>'
+    )
+
+
 def _about(history: History) -> str:
     parts = []
     if history.starts:
@@ -239,7 +254,7 @@ def _about(history: History) -> str:
     tables = f'<div class="grid">{"".join(parts)}</div>' if parts else ""
     text = (
         "<details class=card><summary>config.yaml</summary>"
-        f"<pre tabindex=0>{escape(history.config_text)}</pre></details>"
+        f'<pre tabindex="0">{escape(history.config_text)}</pre></details>'
         if history.config_text
         else ""
     )

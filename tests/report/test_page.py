@@ -140,6 +140,16 @@ def test_a_transformer_has_a_page_too(tmp_path):
     assert "Transformer of 2 blocks" in page and "FLOPs by part" in page
 
 
+def test_traced_steps_are_shown(tmp_path):
+    run = eventful_run(tmp_path)
+    assert "Traced steps" not in render_page(read_history(run))
+    (run / "profile").mkdir()
+    (run / "profile" / "summary.txt").write_text("prelude  1.00 <ms>")
+    page = render_page(read_history(run))
+    outline(page)
+    assert "Traced steps" in page and "prelude  1.00 &lt;ms&gt;" in page
+
+
 def test_flops_are_those_of_the_depths_that_were_drawn(tmp_path):
     """16 sequences of mean depth 8 and work 8 * 16: k = 0, so all loops are without gradient."""
     run = write_run(tmp_path, steps(1, 5, 0), model={"sequence_length": 64})
