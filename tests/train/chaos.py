@@ -362,7 +362,7 @@ def play(folder: Path, rounds: int, seed: int) -> Chaos:
     faults: list[Callable[[Chaos], str]] = []
     while len(faults) < rounds:
         faults += generator.sample(FAULTS, len(FAULTS))
-    num_steps = 14 * rounds + 10
+    num_steps = 11 * rounds + 10
     straight = Chaos(folder / "straight", num_steps, random.Random(seed))
     struck = Chaos(folder / "struck", num_steps, generator)
     struck.folder.mkdir(parents=True)
