@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import SyntheticRows, merged, tiny_config
+from torch.autograd.profiler_util import Kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,7 @@ from megaparcae.config.load import build_config
 from megaparcae.engine.distributed import Process
 from megaparcae.log import read_records
 from megaparcae.train.build import build_run
-from megaparcae.train.profile import PARTS, Owner, innermost, overlap
+from megaparcae.train.profile import PARTS, Owner, innermost, measure, overlap
 from megaparcae.train.profile import merged as union
 from megaparcae.train.trainer import Trainer
 
@@ -103,6 +104,28 @@ def test_what_checkpointing_computes_again_is_backward_work_of_its_part():
     assert found[1:] and set(found[1:]) == {("coda", True)}
     linear = [owner.of(e) for e in trace.events() or [] if e.name == "aten::addmm"]
     assert sorted(linear)[-1] == ("prelude", False)
+
+
+def test_on_a_gpu_the_kernels_count_and_the_rest_is_other():
+    linear = torch.nn.Linear(4, 4)
+    with profile(activities=[ProfilerActivity.CPU]) as trace, record_function("part: other"):
+        with record_function("part: coda"):
+            y = linear(torch.ones(3, 4, requires_grad=True))
+        y.sum().backward()
+        torch.ones(3)
+    events = trace.events() or []
+    whole = measure(events).whole
+    for name, kernel, milliseconds in (
+        ("aten::addmm", "gemm", 0.5),
+        ("aten::mm", "gemm", 0.25),
+        ("aten::ones", "ncclDevKernel_AllReduce", 0.125),
+    ):
+        launched = [e for e in events if e.name == name][-1]
+        launched.kernels.append(Kernel(kernel, 0, 1000 * milliseconds))
+    times = measure(events)
+    assert times.forward["coda"] == 0.5 and times.backward["coda"] == 0.25
+    assert times.of("communication") == 0.125
+    assert times.of("other") == max(0.0, whole - 0.875)
 
 
 def test_a_transformer_has_no_loops(tmp_path):
