@@ -42,6 +42,8 @@ from megaparcae.log import read_records
 WORLD = 2
 INTERVAL = 5
 """Steps between saves."""
+PATIENCE = 600
+"""Seconds that anything may take; a busy machine is no hang."""
 VOCAB = 120
 EXACT = ("loss", "grad_norm", "lr_factor", "mean_loops", "loop_work", "tokens", "skipped_steps")
 
@@ -135,9 +137,9 @@ class Ranks:
         """What rank 0 and 1 have said."""
         return "\n" + self.console.read_text() if self.console.exists() else ""
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 60) -> bool:
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
         """False when a rank ended first. Raises TimeoutError."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE
         while not condition():
             if any(not process.is_alive() for process in self.processes):
                 return False
@@ -157,7 +159,7 @@ class Ranks:
         for process in self.processes:
             process.join()
 
-    def end(self, seconds: float = 60) -> list[int | None]:
+    def end(self, seconds: float = PATIENCE) -> list[int | None]:
         """Exit codes of ranks that end by themselves."""
         for process in self.processes:
             process.join(seconds)
@@ -326,7 +328,7 @@ def write_shard(prefix: Path) -> None:
 def complete(chaos: Chaos) -> None:
     """Run to the last step."""
     with chaos.ranks() as ranks:
-        codes = ranks.end(300)
+        codes = ranks.end(3 * PATIENCE)
         assert codes == [0] * WORLD, (codes, ranks.text())
 
 
