@@ -39,8 +39,8 @@ class Context:
     value_rows: dict[int, Tensor]
     """Table rows by stored layer: [B, S, G, hd]."""
     cache: Cache | None
-    start: int
-    """Positions in the cache before this pass."""
+    start: int | Tensor
+    """Positions in the cache before this pass; a tensor when its shapes are static."""
     rows: Tensor | None = None
     """Rows of the batch that are computed; None is all of them."""
     attention_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import functools
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 # B rows, S new positions, G key/value heads, hd head width, N positions allocated
 
@@ -23,17 +23,16 @@ class LoopCacheLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, reserve: int = 0, static: bool = False) -> None:
+    def __init__(self, reserve: int = 0) -> None:
         super().__init__()
         self.reserve = reserve
-        self.static = static
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for keys of this shape, type and device."""
         self.device = key_states.device
-        self.keys = _allocate(key_states, self.reserve, self.static)
-        self.values = _allocate(value_states, self.reserve, self.static)
+        self.keys = _allocate(key_states, self.reserve)
+        self.values = _allocate(value_states, self.reserve)
         self.is_initialized = True
 
     def update(
@@ -69,10 +68,8 @@ class LoopCacheLayer(CacheLayerMixin):
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def read(self, end: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `end` positions; all N with a static shape."""
-        keys, values = self.keys, self.values
-        if not self.static:
-            keys, values = keys[:, :, :end], values[:, :, :end]
+        """Keys and values of the first `end` positions."""
+        keys, values = self.keys[:, :, :end], self.values[:, :, :end]
         return (keys, values) if rows is None else (keys[rows], values[rows])
 
     def make_room(self, key_states: Tensor, value_states: Tensor, end: int) -> None:
@@ -83,16 +80,15 @@ class LoopCacheLayer(CacheLayerMixin):
         capacity = self.keys.shape[2]
         if end <= capacity:
             return
-        if self.static:
-            raise ValueError(f"the static cache holds {capacity} positions, {end} are needed")
         self.reserve = max(end, capacity + capacity // 2, 64)
-        old, self.keys = self.keys, _allocate(self.keys, self.reserve, False)
+        old, self.keys = self.keys, _allocate(self.keys, self.reserve)
         self.keys[:, :, : self.length] = old[:, :, : self.length]
-        old, self.values = self.values, _allocate(self.values, self.reserve, False)
+        old, self.values = self.values, _allocate(self.values, self.reserve)
         self.values[:, :, : self.length] = old[:, :, : self.length]
 
-    def copy_rows(self, source: "LoopCacheLayer", rows: Tensor, begin: int, end: int) -> None:
-        """Take positions begin..end of `rows` from another layer."""
+    def copy_rows(self, source: "LoopCacheLayer", rows: Tensor, begin: int) -> None:
+        """Take position `begin` of `rows` from another layer."""
+        end = begin + 1
         self.make_room(source.keys, source.values, end)
         self.keys[rows, :, begin:end] = source.keys[rows, :, begin:end]
         self.values[rows, :, begin:end] = source.values[rows, :, begin:end]
@@ -100,10 +96,6 @@ class LoopCacheLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of key positions the mask must cover, and the first one."""
-        if self.static:
-            return (
-                self.keys.shape[2] if self.is_initialized else max(self.reserve, query_length)
-            ), 0
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -111,8 +103,8 @@ class LoopCacheLayer(CacheLayerMixin):
         return self.length
 
     def get_max_length(self) -> int:
-        """Positions it can hold; -1 without limit."""
-        return self.reserve if self.static else -1
+        """Positions it can hold; -1 is without limit."""
+        return -1
 
     def reset(self) -> None:
         """Forget everything, keep the buffers."""
@@ -139,11 +131,51 @@ class LoopCacheLayer(CacheLayerMixin):
             self.values = self.values.repeat_interleave(repeats, dim=0)
 
 
+class StaticLoopCacheLayer(StaticLayer):
+    """The same with buffers of a fixed size and address, as torch.compile wants them.
+
+    Everything is returned, with what is not written yet; the mask hides it.
+    """
+
+    def update(
+        self,
+        key_states: Tensor,  # [B, G, S, hd]
+        value_states: Tensor,
+        *args: object,
+        start: int | Tensor | None = None,
+        rows: Tensor | None = None,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """As `LoopCacheLayer.update`; `start` is a tensor once there is something in the cache."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin = self.cumulative_length if start is None else start
+        where = torch.arange(key_states.shape[2], device=self.device) + begin
+        self.cumulative_length.copy_(begin + key_states.shape[2])
+        if rows is None:
+            self.keys.index_copy_(2, where, key_states)
+            self.values.index_copy_(2, where, value_states)
+            return self.keys, self.values
+        self.keys[rows[:, None], :, where] = key_states.transpose(1, 2)
+        self.values[rows[:, None], :, where] = value_states.transpose(1, 2)
+        return self.keys[rows], self.values[rows]
+
+    def copy_rows(self, source: "StaticLoopCacheLayer", rows: Tensor, begin: Tensor) -> None:
+        """Take position `begin` of `rows` from another layer."""
+        if not self.is_initialized:
+            self.lazy_initialization(source.keys, source.values)
+        where = begin.expand(1)
+        self.keys[rows[:, None], :, where] = source.keys[rows[:, None], :, where]
+        self.values[rows[:, None], :, where] = source.values[rows[:, None], :, where]
+        self.cumulative_length.copy_(torch.maximum(self.cumulative_length, begin + 1))
+
+
 class ParcaeCache(Cache):
     """Cache keyed by (loop slot, block).
 
     `loop_budget` None is full, 1 keeps the last loop only, b shares slot t mod b. `max_length`
-    reserves that many positions at once; with `static` the shapes never change.
+    reserves that many positions at once; with `static` shapes and addresses never change, and
+    `generate` compiles the decoding step on GPUs.
     """
 
     def __init__(
@@ -153,8 +185,10 @@ class ParcaeCache(Cache):
             raise ValueError(f"loop_budget={loop_budget} must be at least 1, or None for all loops")
         if static and max_length < 1:
             raise ValueError("a static cache needs max_length, the number of positions it holds")
-        layer = functools.partial(LoopCacheLayer, reserve=max_length, static=static)
-        super().__init__(layer_class_to_replicate=layer)
+        kind = functools.partial(LoopCacheLayer, max_length)
+        if static:
+            kind = functools.partial(StaticLoopCacheLayer, max_length)
+        super().__init__(layer_class_to_replicate=kind)
         self.loop_budget = loop_budget
         self.static = static
         self._loops_used: list[Tensor] = []
@@ -166,11 +200,16 @@ class ParcaeCache(Cache):
         """Copies of a cache go without the decoder."""
         return {**self.__dict__, "decoder": None}
 
-    def layer(self, index: int) -> LoopCacheLayer:
+    def layer(self, index: int) -> LoopCacheLayer | StaticLoopCacheLayer:
         """Layer by number, made when it is new."""
         while len(self.layers) <= index:
             self.layers.append(self.layer_class_to_replicate())
         return self.layers[index]
+
+    @property
+    def is_compileable(self) -> bool:
+        """Also before it has layers, which is when `generate` asks."""
+        return self.static
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Number of key positions the mask must cover, and the first one."""
@@ -206,10 +245,8 @@ class ParcaeCache(Cache):
         self._loops_used = [used[beam_idx.to(used.device)] for used in self._loops_used]
 
 
-def _allocate(like: Tensor, length: int, zeros: bool) -> Tensor:
-    shape = (*like.shape[:2], length, like.shape[3])
-    # Unwritten positions of a static cache are read and masked out, and 0 x NaN would be NaN.
-    return like.new_zeros(shape) if zeros else like.new_empty(shape)
+def _allocate(like: Tensor, length: int) -> Tensor:
+    return like.new_empty((*like.shape[:2], length, like.shape[3]))
 
 
-__all__ = ["LoopCacheLayer", "ParcaeCache"]
+__all__ = ["LoopCacheLayer", "ParcaeCache", "StaticLoopCacheLayer"]

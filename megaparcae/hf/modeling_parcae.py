@@ -140,7 +140,9 @@ class ParcaeModel(ParcaePreTrainedModel):
         """
         if use_cache and cache is None and not torch.is_grad_enabled():
             cache = ParcaeCache(loop_budget=self.config.loop_budget)
-        start = 0 if cache is None else int(cache.get_seq_length())
+        start = 0 if cache is None else cache.get_seq_length()
+        if isinstance(start, Tensor):  # of a static cache, which changes it in place
+            start = start.clone()
         total = self.count_loops(num_loops)
         plain = inputs_embeds is None and h0 is None
         decode = self.decoder(cache, input_ids, attention_mask, kwargs) if plain else None
@@ -190,15 +192,20 @@ class ParcaeModel(ParcaePreTrainedModel):
         return x * math.sqrt(self.config.hidden_size) if self.config.scale_embeddings else x
 
     def positions(
-        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, start: int
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        start: int | Tensor,
     ) -> Tensor:
         """Positions [B or 1, S]; padding isn't counted, on whichever side it is."""
         if position_ids is not None:
             return position_ids
+        order = torch.arange(x.shape[1], device=x.device) + start
         if attention_mask is not None and attention_mask.ndim == 2:
             counted = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-            return counted[:, start : start + x.shape[1]]
-        return torch.arange(start, start + x.shape[1], device=x.device)[None]
+            return counted[:, order]
+        return order[None]
 
     def context(
         self,
@@ -207,7 +214,7 @@ class ParcaeModel(ParcaePreTrainedModel):
         attention_mask: Tensor | None,
         positions: Tensor,
         cache: Cache | None,
-        start: int,
+        start: int | Tensor,
         kwargs: dict[str, Any],
     ) -> Context:
         """Mask, rotary table and value-embedding rows of this pass."""
@@ -334,9 +341,7 @@ class ParcaeModel(ParcaePreTrainedModel):
         """
         cache = context.cache
         if not isinstance(cache, ParcaeCache):
-            raise ValueError(
-                "early_exit needs a ParcaeCache: use_cache=True and no cache_implementation"
-            )
+            raise ValueError("early_exit needs a ParcaeCache: use_cache=True, which makes one")
 
         def core(h: Tensor, t: int, rows: Tensor | None) -> Tensor:
             if rows is None:
@@ -354,13 +359,13 @@ class ParcaeModel(ParcaePreTrainedModel):
         return h
 
     def fill_skipped_loops(
-        self, cache: ParcaeCache, start: int, rows: Tensor, last: int, total: int
+        self, cache: ParcaeCache, start: int | Tensor, rows: Tensor, last: int, total: int
     ) -> None:
         """Give the loops after `last` the keys and values that these rows had in it."""
         for j in range(len(self.core)):
             source = self.slot(cache, last, j)
             for target in {self.slot(cache, t, j) for t in range(last + 1, total)} - {source}:
-                cache.layer(target).copy_rows(cache.layer(source), rows, start, start + 1)
+                cache.layer(target).copy_rows(cache.layer(source), rows, start)
 
 
 class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):

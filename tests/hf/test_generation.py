@@ -56,10 +56,37 @@ def test_a_seeded_start_state_gives_the_same_tokens_with_and_without_cache(state
     assert torch.equal(with_cache, greedy(model, prompt, num_loops=2, use_cache=False))
 
 
-def test_a_static_cache_gives_the_golden_tokens() -> None:
+@pytest.mark.parametrize("strategy", ["full", "shared2"])
+def test_a_static_cache_gives_the_golden_tokens(strategy: str) -> None:
     data = tensors("cache_generation")
-    ids = greedy(tiny(), data["prompt"], cache_implementation="static")
-    assert torch.equal(ids, data["full.ids"])
+    options = {"cache_implementation": "static", "loop_budget": BUDGETS[strategy]}
+    assert torch.equal(greedy(tiny(), data["prompt"], **options), data[f"{strategy}.ids"])
+
+
+def test_with_a_static_cache_all_steps_are_one_compiled_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo.utils import counters
+    from transformers import CompileConfig
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    compiler = CompileConfig(fullgraph=True, backend="eager", mode=None, dynamic=False)
+    compiler._compile_all_devices = True  # generate compiles on GPUs only by itself
+    data, options = tensors("cache_generation"), {"cache_implementation": "static"}
+    options |= {"num_loops": 5, "loop_budget": 2, "compile_config": compiler}
+    torch._dynamo.reset()
+    counters.clear()
+    assert torch.equal(greedy(tiny(), data["prompt"], **options), data["shared2_T5.ids"])
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_padding_and_early_exit_go_with_a_static_cache() -> None:
+    model, prompt = tiny(), tensors("cache_generation")["prompt"]
+    ids, mask = prompt.clone(), torch.ones_like(prompt)
+    ids[0, :7] = mask[0, :7] = 0
+    options = {"attention_mask": mask, "early_exit": "state", "exit_threshold": 0.1}
+    static = greedy(model, ids, cache_implementation="static", **options)
+    assert torch.equal(static, greedy(model, ids, **options))
 
 
 @pytest.mark.parametrize("budget, slots", [(None, 8), (1, 1), (4, 4)])
