@@ -139,6 +139,7 @@ took training
 
 title "loss"
 "$PYTHON" "$root/tools/plot_run.py" "$run" --picture "$out/loss.png" | tee "$out/loss.txt"
+"$PYTHON" "$root/tools/report.py" "$run" --output "$out/report.html"
 
 title "export to Hugging Face"
 "$PYTHON" "$root/tools/convert_to_hf.py" --checkpoint "$run" --output "$exported" \
@@ -162,6 +163,7 @@ $(sed -n '/^validation loss/,/^unigram/p' "$out/loss.txt")
   shard        $shard.bin, .idx
   run          $run (checkpoints, config.yaml, log.jsonl)
   loss curve   $out/loss.png
+  report       $out/report.html
   model        $exported (AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True))
   python       $PYTHON
 

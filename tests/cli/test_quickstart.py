@@ -40,7 +40,13 @@ def test_text_becomes_a_model_that_speaks_and_a_second_run_keeps_it(tmp_path: Pa
     out = tmp_path / "my folder"
     first = quickstart(out)
     assert first.returncode == 0, first.stdout + first.stderr
-    for name in ("loss.png", "hf/model.safetensors", "generated.txt", "run/step_00000060"):
+    for name in (
+        "loss.png",
+        "report.html",
+        "hf/model.safetensors",
+        "generated.txt",
+        "run/step_00000060",
+    ):
         assert (out / name).exists(), name
     summary = first.stdout[first.stdout.index("== summary") :]
     assert "validation loss after step 60" in summary and "unigram entropy" in summary
