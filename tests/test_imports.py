@@ -21,6 +21,11 @@ ALLOWED = {
     "hf": {"config", "model", "checkpoint"},
     "eval": {"config", "model", "data"},
     "scaling": {"config", "model.flops"},
+    "plan": {
+        *("config", "scaling", "data.sampler", "optim.param_groups", "engine.ds_config"),
+        *("parallel.ownership", "parallel.shard", "parallel.stages", "train.pipeline_report"),
+        *("model.draws", "model.expected_depth", "model.flops", "model.loop_plan"),
+    },
     "report": {"config", "model.flops"},
 }
 ALLOWED["bench"] = {*ALLOWED, "train"}

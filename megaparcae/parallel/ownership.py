@@ -14,6 +14,8 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import Literal
 
+import numpy as np
+
 from megaparcae.parallel.shard import ShardSpec
 
 ALIGNMENT = 32
@@ -100,7 +102,12 @@ class Plan:
 
 
 def plan_ownership(stages: Sequence[Sequence[Item]], stage: int, num_ranks: int) -> Plan:
-    """Distribute the parameters of all pipeline stages, and lay out those of `stage`.
+    """Distribute the parameters of all pipeline stages, and lay out those of `stage`."""
+    return lay_out_stage(assign_owners(stages, num_ranks), stage, num_ranks)
+
+
+def assign_owners(stages: Sequence[Sequence[Item]], num_ranks: int) -> list[tuple[Item, int]]:
+    """Parameters of all stages, or rows of them, each with its data-parallel owner.
 
     Matrices are spread by the cost of their orthogonalisation, then rows of tables fill up what
     memory is left. A tied parameter goes where the fullest of its stages has most room.
@@ -113,9 +120,14 @@ def plan_ownership(stages: Sequence[Sequence[Item]], stage: int, num_ranks: int)
         owners, fullest = _assign(parts, num_stages=len(stages), num_ranks=num_ranks)
         if fullest <= TOLERANCE * share:
             break
+    return list(zip(parts, owners, strict=True))
+
+
+def lay_out_stage(owned: Sequence[tuple[Item, int]], stage: int, num_ranks: int) -> Plan:
+    """The pieces of one stage, side by side in their owners' segments."""
     here = [
         Piece(item.spec, item.kind, item.decayed, owner, 0)
-        for item, owner in zip(parts, owners, strict=True)
+        for item, owner in owned
         if stage in item.spec.stages
     ]
     return _lay_out(here, num_ranks)
@@ -140,21 +152,19 @@ def _assign(items: Sequence[Item], *, num_stages: int, num_ranks: int) -> tuple[
 
     Matrices come first, of equals the tied ones, then the largest.
     """
-    loads = [[0] * num_ranks for _ in range(num_stages)]
+    loads = np.zeros((num_stages, num_ranks), np.int64)
     owners = [0] * len(items)
     for kind in ("muon", "adamw"):
         indices = [i for i, item in enumerate(items) if item.kind == kind]
         weights = {i: _weight(items[i]) for i in indices}
-        costs = [[0] * num_ranks for _ in range(num_stages)] if kind == "muon" else loads
+        costs = np.zeros_like(loads) if kind == "muon" else loads
         for i in sorted(indices, key=lambda i: _order(items[i], weights[i])):
-            spec = items[i].spec
-            owner = min(range(num_ranks), key=lambda r: max(costs[s][r] for s in spec.stages))
-            owners[i] = owner
-            for s in spec.stages:
-                costs[s][owner] += weights[i]
-                if costs is not loads:
-                    loads[s][owner] += prod(spec.local_shape)
-    return owners, max(max(load) for load in loads)
+            spec, stages = items[i].spec, list(items[i].spec.stages)
+            owner = owners[i] = int(costs[stages].max(axis=0).argmin())
+            costs[stages, owner] += weights[i]
+            if costs is not loads:
+                loads[stages, owner] += prod(spec.local_shape)
+    return owners, int(loads.max())
 
 
 def _weight(item: Item) -> int:
@@ -171,9 +181,11 @@ def _order(item: Item, weight: int) -> tuple[object, ...]:
 def _lay_out(pieces: list[Piece], num_ranks: int) -> Plan:
     placed: list[Piece] = []
     longest = 0
-    for rank in range(num_ranks):
+    by_owner: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    for piece in pieces:
+        by_owner[piece.owner].append(piece)
+    for own in by_owner:
         end, run = 0, None
-        own = [piece for piece in pieces if piece.owner == rank]
         for piece in sorted(own, key=lambda p: (_sortable(p), p.spec.name, p.spec.rows or (0, 0))):
             if piece.kind == "adamw" or piece.run != run:
                 end = _aligned(end)

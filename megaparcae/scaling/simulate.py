@@ -53,6 +53,10 @@ class PassCosts:
     """Share of a forward pass that checkpointing repeats in prelude and coda."""
     again_core: float = 0.0
     """The same in the core."""
+    backward: float = BACKWARD
+    """A backward pass without what is repeated."""
+    least_rows: float = 0.0
+    """Fewer rows than this take as long: kernels have to be started."""
 
 
 def pass_costs(model: ModelConfig, parallel: ParallelConfig) -> PassCosts:
@@ -82,28 +86,29 @@ def pass_times(
     `loops` has one entry per micro-batch; None for a Transformer.
     """
     forward, backward = (np.zeros((len(parts), len(loops))) for _ in range(2))
-    again = BACKWARD + costs.again_outside
+    again = costs.backward + costs.again_outside
     for stage, part in enumerate(parts):
-        layers = rows * (len(part.prelude) + len(part.coda))
+        layers = max(rows, costs.least_rows) * (len(part.prelude) + len(part.coda))
         head = rows * costs.head * part.head
         for micro, loop in enumerate(loops):
-            no_grad, grad = _loop_work(part, loop, costs.num_core_layers)
+            no_grad, grad = _loop_work(part, loop, costs)
             forward[stage, micro] = layers + head + no_grad + grad
             backward[stage, micro] = (
-                layers * again + head * BACKWARD + grad * (BACKWARD + costs.again_core)
+                layers * again + head * costs.backward + grad * (costs.backward + costs.again_core)
             )
     return forward, backward
 
 
-def _loop_work(part: Part, loop: UnrolledLoop | None, num_layers: int) -> tuple[int, int]:
+def _loop_work(part: Part, loop: UnrolledLoop | None, costs: PassCosts) -> tuple[float, float]:
     """Rows times blocks of a stage's share of the loop, without and with gradient."""
     if part.loop is None or loop is None:
-        return 0, 0
-    begin, end = (loop.cut(fraction, num_layers) for fraction in part.loop)
-    rows = np.repeat(np.array(loop.no_grad + loop.grad, np.int64), num_layers)
-    border = len(loop.no_grad) * num_layers
-    no_grad = int(rows[begin : min(end, border)].sum())
-    return no_grad, int(rows[begin:end].sum()) - no_grad
+        return 0.0, 0.0
+    begin, end = (loop.cut(fraction, costs.num_core_layers) for fraction in part.loop)
+    rows = np.maximum(np.array(loop.no_grad + loop.grad), costs.least_rows)
+    rows = np.repeat(rows, costs.num_core_layers)
+    border = len(loop.no_grad) * costs.num_core_layers
+    no_grad = float(rows[begin : min(end, border)].sum())
+    return no_grad, float(rows[begin:end].sum()) - no_grad
 
 
 @dataclass(frozen=True)
