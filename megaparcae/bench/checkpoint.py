@@ -38,7 +38,8 @@ def run(options: CheckpointOptions) -> Report:
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.dir) as folder:
         more = [f"checkpoint.dir={folder}/run", "checkpoint.keep=2", "train.num_steps=1000000"]
         config = run_config(options, SHAPE, more)
-        (found,) = on_ranks(measure, 1, config, options.repeats, threads=options.threads)
+        place: Any = {"threads": options.threads, "device": config.train.device}
+        (found,) = on_ranks(measure, 1, config, options.repeats, **place)
     timings, steps, num_bytes = found
     saves = timings.rows(SYNC, megabytes=num_bytes / 1e6)
     for row in saves:

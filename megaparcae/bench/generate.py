@@ -17,6 +17,7 @@ from megaparcae.bench.options import GenerateOptions
 from megaparcae.bench.report import Report
 from megaparcae.bench.shapes import run_config
 from megaparcae.config.schema import ModelConfig
+from megaparcae.engine.distributed import choose_device
 from megaparcae.hf.blocks_parcae import DiagonalInjection, LinearInjection
 from megaparcae.hf.cache_parcae import ParcaeCache
 from megaparcae.hf.config import to_hf_config
@@ -38,9 +39,12 @@ STEPS = 16
 
 def run(options: GenerateOptions) -> Report:
     """Tables `cache`, `batch`, `floor` and `length`."""
-    config = run_config(options, SHAPE).model
-    model = make_model(config, options)
-    wide = make_model(widened(config, options.wide), options)
+    config = run_config(options, SHAPE)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = choose_device(config.train.device)
+    model = make_model(config.model, options.dtype, device)
+    wide = make_model(widened(config.model, options.wide), options.dtype, device)
     tables = {
         "cache": cache(model, options),
         "batch": batch(model, options),
@@ -50,12 +54,12 @@ def run(options: GenerateOptions) -> Report:
     return Report("generate", options, tables)
 
 
-def make_model(config: ModelConfig, options: GenerateOptions) -> ParcaeForCausalLM:
+def make_model(config: ModelConfig, dtype: str, device: str) -> ParcaeForCausalLM:
     """New weights: they make no difference to the time."""
     torch.manual_seed(0)
-    model = ParcaeForCausalLM(to_hf_config(config)).to(getattr(torch, options.dtype)).eval()
+    model = ParcaeForCausalLM(to_hf_config(config)).to(getattr(torch, dtype)).eval()
     model.generation_config.pad_token_id = 0
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device)
 
 
 def widened(config: ModelConfig, width: int) -> ModelConfig:
@@ -184,7 +188,9 @@ class BareToken:
         blocks = [*inner.prelude, *core, *inner.coda] if config.is_looped else [*inner.layers]
         weights = [m.weight for block in blocks for m in block.modules() if _is_linear(m)]
         if config.is_looped:
-            weights += _of_injection(inner.injection, config.num_loops)
+            # A start state of zero needs no product.
+            moved = config.num_loops - (config.initial_state == "zero")
+            weights += _of_injection(inner.injection, moved)
             weights += [] if inner.readout is None else [inner.readout.weight]
         weights.append(model.lm_head.weight)
         self.weights = [weight.detach() for weight in weights]
@@ -209,13 +215,13 @@ class BareToken:
             F.scaled_dot_product_attention(self.query, keys, values, enable_gqa=self.grouped)
 
 
-def _of_injection(injection: torch.nn.Module, num_loops: int) -> list[Tensor]:
+def _of_injection(injection: torch.nn.Module, times: int) -> list[Tensor]:
     match injection:
         case DiagonalInjection():
             return [injection.B]
         case LinearInjection():
             of_state, of_input = injection.weight.detach().chunk(2, dim=1)
-            return [of_input.contiguous(), *[of_state.contiguous()] * num_loops]
+            return [of_input.contiguous(), *[of_state.contiguous()] * times]
         case _:
             return []
 

@@ -10,13 +10,17 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
+from megaparcae.engine.distributed import choose_device, init_distributed
+from megaparcae.errors import UserError
+from megaparcae.log import setup_logging
 
 Result = TypeVar("Result")
 Variant = Callable[[], float]
@@ -139,39 +143,54 @@ def in_processes(
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([preload])
     with ProcessPoolExecutor(len(arguments), context) as pool:
-        return [future.result() for future in [pool.submit(function, *a) for a in arguments]]
+        futures = [pool.submit(function, *some) for some in arguments]
+        for done in wait(futures, return_when=FIRST_EXCEPTION).done:
+            done.result()
+        return [future.result() for future in futures]
 
 
 def on_ranks(
-    function: Callable[..., Result], world: int, *arguments: Any, threads: int = 0
+    function: Callable[..., Result],
+    world: int,
+    *arguments: Any,
+    threads: int = 0,
+    device: str = "auto",
 ) -> list[Result]:
     """function(process, *arguments) on every rank of a process group; by rank.
 
-    `threads` 0 shares the cores out among the ranks.
+    `threads` 0 shares the cores out among the ranks; `device` is the run's train.device. Raises
+    UserError when there are fewer GPUs than ranks.
     """
+    if choose_device(device) == "cuda" and torch.cuda.device_count() < world:
+        raise UserError(
+            f"{world} ranks need as many GPUs, this machine shows {torch.cuda.device_count()}; use "
+            "--set train.device=cpu to measure on the CPU"
+        )
     threads = threads or max(1, (os.cpu_count() or 1) // world)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     return in_processes(
         _on_rank,
-        [(rank, world, port, threads, function, arguments) for rank in range(world)],
+        [(rank, place, threads, device, function, arguments) for rank in range(world)],
         preload="megaparcae.bench.runs",
     )
 
 
 def _on_rank(
-    rank: int, world: int, port: int, threads: int, function: Callable[..., Any], arguments: Any
+    rank: int,
+    place: dict[str, str],
+    threads: int,
+    device: str,
+    function: Callable[..., Any],
+    arguments: Any,
 ) -> Any:
-    from megaparcae.engine.distributed import init_distributed
-    from megaparcae.log import setup_logging
-
     setup_logging(rank)
     torch.set_num_threads(threads)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    process = init_distributed("auto")
+    os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    process = init_distributed(device)
     try:
         return function(process, *arguments)
-    finally:
+    finally:  # and if this rank has failed, the others notice
         torch.distributed.destroy_process_group()

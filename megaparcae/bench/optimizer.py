@@ -31,7 +31,8 @@ SHARDED, WHOLE = "sharded", "every rank all of it"
 def run(options: OptimizerOptions) -> Report:
     """Tables `step` and `states`: of the 140m preset unless another run is given."""
     config = run_config(options, preset="140m")
-    found = on_ranks(compare, options.ranks, config, options.repeats, threads=options.threads)
+    place: Any = {"threads": options.threads, "device": config.train.device}
+    found = on_ranks(compare, options.ranks, config, options.repeats, **place)
     times = [timings.seconds for timings, _ in found]
     slowest = Timings(
         {n: [max(t[n][i] for t in times) for i in range(options.repeats)] for n in times[0]}

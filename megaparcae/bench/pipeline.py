@@ -45,9 +45,8 @@ def run(options: PipelineOptions) -> Report:
     wide, narrow = configured(options), configured(options, NARROW)
     simulated = [simulate(wide, options.stages, n) for n in range(options.simulated_steps)]
     expected = [simulate(narrow, options.stages, n) for n in range(options.real_steps)]
-    counted = on_ranks(
-        count_passes, options.stages, narrow, options.real_steps, threads=options.threads
-    )
+    place: Any = {"threads": options.threads, "device": narrow.train.device}
+    counted = on_ranks(count_passes, options.stages, narrow, options.real_steps, **place)
     real = schedule(narrow, np.array(counted, float))
     P, M = options.stages, options.micro_batches
     pairs = {

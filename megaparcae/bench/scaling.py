@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 
 from megaparcae.bench.measure import on_ranks
@@ -13,6 +14,7 @@ from megaparcae.bench.options import StepOptions
 from megaparcae.bench.runs import step_seconds
 from megaparcae.bench.shapes import run_config
 from megaparcae.config.schema import RunConfig
+from megaparcae.engine.distributed import choose_device
 from megaparcae.model.flops import expected_flops
 
 BASE = {"rows": 4, "length": 256, "mean": 8}
@@ -35,14 +37,16 @@ def scaling(options: StepOptions, shape: Sequence[str]) -> list[dict[str, Any]]:
     }
     points = [(axis, value) for axis, values in sweeps.items() for value in values]
     configs = [configured(options, shape, BASE | {axis: value}) for axis, value in points]
-    (found,) = on_ranks(step_seconds, 1, configs, options.repeats, threads=options.threads)
+    base = configured(options, shape, BASE)
+    device, repeats = base.train.device, options.repeats
+    (found,) = on_ranks(step_seconds, 1, configs, repeats, threads=options.threads, device=device)
     table = [
         {"axis": axis, "value": value} | _figures(config, 1, *times)
         for (axis, value), config, times in zip(points, configs, found, strict=True)
     ]
-    base = configured(options, shape, BASE)
-    for world in (1, 2):
-        (times,) = on_ranks(step_seconds, world, [base], options.repeats, threads=1)[0]
+    two = choose_device(device) == "cpu" or torch.cuda.device_count() > 1
+    for world in (1, 2) if two else (1,):
+        (times,) = on_ranks(step_seconds, world, [base], repeats, threads=1, device=device)[0]
         table.append({"axis": "ranks", "value": world} | _figures(base, world, *times))
     draw(table, Path(options.png))
     return table

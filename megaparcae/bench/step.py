@@ -33,10 +33,10 @@ SHAPE = (
 def run(options: StepOptions) -> Report:
     """The tables of the parts that were asked for."""
     tables: dict[str, list[dict[str, Any]]] = {}
+    base = run_config(options, SHAPE)
+    place: Any = {"threads": options.threads, "device": base.train.device}
     if {"step", "scaling"} & set(options.parts):
-        (tables["ceilings"],) = on_ranks(
-            ceilings, 1, options.dtypes, options.repeats, threads=options.threads
-        )
+        (tables["ceilings"],) = on_ranks(ceilings, 1, options.dtypes, options.repeats, **place)
     ceiling = {row["what"]: row.get("tflops", 0.0) for row in tables.get("ceilings", [])}
     if "step" in options.parts:
         tables["step"] = [
@@ -47,12 +47,10 @@ def run(options: StepOptions) -> Report:
             for row in step_rows(options, dtype, mean, rows, ceiling[f"product, {dtype}"])
         ]
     if "loss" in options.parts:
-        (tables["loss"],) = on_ranks(
-            loss_costs, 1, run_config(options, SHAPE).model, options, threads=options.threads
-        )
+        (tables["loss"],) = on_ranks(loss_costs, 1, base.model, options, **place)
     if "work" in options.parts:
         (tables["work"],) = on_ranks(
-            loop_work, 1, run_config(options, SHAPE, NARROW), options.work_steps
+            loop_work, 1, run_config(options, SHAPE, NARROW), options.work_steps, **place
         )
     if "scaling" in options.parts:
         tables["scaling"] = scaling(options, SHAPE)
@@ -78,7 +76,8 @@ def step_rows(
     """Both ways at one shape. `predicted` is the speed-up by counted FLOPs, `share` how much of it
     is there; `mfu` counts the FLOPs that are needed against one large matrix product."""
     config = configured(options, dtype, mean, rows)
-    (found,) = on_ranks(compare, 1, config, options.repeats, threads=options.threads)
+    place: Any = {"threads": options.threads, "device": config.train.device}
+    (found,) = on_ranks(compare, 1, config, options.repeats, **place)
     table = []
     tokens = rows * config.model.sequence_length
     for row in found.timings.rows(MASKED, tokens=tokens):

@@ -37,7 +37,7 @@ def test_generate_measures_cache_batch_floor_and_length():
 @pytest.mark.parametrize("injection", ["diagonal", "linear", "additive"])
 def test_the_bare_products_are_those_of_a_token(injection):
     config = run_config(OPTIONS, (), [f"model.injection={injection}"]).model
-    model = generate.make_model(config, OPTIONS)
+    model = generate.make_model(config, "float32", "cpu")
     bare, cache = generate.BareToken(model, 6), ParcaeCache()
     with torch.no_grad():
         model(torch.zeros(1, 5, dtype=torch.long), cache=cache, use_cache=True)
