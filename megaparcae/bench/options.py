@@ -69,7 +69,7 @@ class ModelOptions(Options):
     config: str | None = _option(None, "YAML of a run (default: the suite's own shape)")
     preset: str | None = _option(None, "preset instead of --config")
     overrides: tuple[str, ...] = _option(
-        (), "options of the run, SECTION.KEY=VALUE, over any of these", flag="--set"
+        (), "change the run, such as model.hidden_size=128; may be repeated", flag="--set"
     )
 
 
@@ -170,17 +170,17 @@ def flag_of(item: Field[Any]) -> str:
 def add_options(parser: argparse.ArgumentParser, options: type[Options]) -> None:
     """One argument for each field; its type is that of the default."""
     for item in fields(options):
-        about: dict[str, Any] = {"dest": item.name, "default": item.default}
-        shown = item.default
-        if isinstance(item.default, bool):
-            about["action"] = "store_true"
-        elif isinstance(item.default, tuple):
-            about |= {"nargs": "+", "type": type(item.default[0]) if item.default else str}
-            shown = " ".join(map(str, item.default))
-        else:
-            about["type"] = str if item.default is None else type(item.default)
-        text = item.metadata["help"]
-        if shown not in (None, "", False) and "default" not in text:
+        about: dict[str, Any] = {"dest": item.name, "default": item.default, "type": str}
+        text, shown = item.metadata["help"], item.default
+        match item.default:
+            case ():
+                about |= {"nargs": "+", "action": "extend", "default": [], "metavar": "KEY=VALUE"}
+            case tuple():
+                about |= {"nargs": "+", "type": type(item.default[0])}
+                shown = " ".join(map(str, item.default))
+            case int() | float():
+                about["type"] = type(item.default)
+        if shown not in (None, ()) and "default" not in text:
             text += f" (default {shown})"
         parser.add_argument(flag_of(item), help=text, **about)
 

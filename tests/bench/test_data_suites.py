@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from megaparcae.bench import loader, preprocess
+from megaparcae.bench import preprocess
 from megaparcae.bench.megatron_way import PlainBuilder
-from megaparcae.bench.options import LoaderOptions, PreprocessOptions
+from megaparcae.bench.options import PreprocessOptions
 from megaparcae.bench.shards import made_up_lengths, write_sparse_shard
 from megaparcae.data.indexed import IndexedDataset
 from megaparcae.data.train_tokenizer import train_bpe
 
+ROOT = Path(__file__).resolve().parents[2]
 
-def test_loader_measures_both_packings_and_their_indices(tmp_path):
-    options = LoaderOptions(
-        sequence_length=64,
-        rows=4,
-        megabytes=1,
-        mean_length=50,
-        documents=2000,
-        seconds=0.01,
-        repeats=1,
-    )
-    tables = loader.run(options).tables
-    reading = {row["variant"]: row for row in tables["reading"]}
+
+def test_loader_measures_both_packings_and_their_indices(tmp_path, monkeypatch, capsys):
+    """Through the command line, so that options and JSON are those of a user."""
+    sizes = {"sequence-length": 64, "rows": 4, "megabytes": 1, "mean-length": 50}
+    sizes |= {"documents": 2000, "seconds": 0.01, "repeats": 1, "json": tmp_path / "found.json"}
+    arguments = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+    monkeypatch.setattr("sys.argv", ["benchmark.py", "loader", *arguments])
+    runpy.run_path(str(ROOT / "tools" / "benchmark.py"), run_name="benchmark")["main"]()
+    assert "memmap slices" in capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["options"]["documents"] == 2000
+    reading = {row["variant"]: row for row in found["tables"]["reading"]}
     assert {"memmap slices", "concatenate", "best_fit, document ids"} <= set(reading)
     assert all(row["samples_per_second"] > 0 for row in reading.values())
-    index = {row["variant"]: row for row in tables["index"]}
+    index = {row["variant"]: row for row in found["tables"]["index"]}
     assert index["cumsum"]["cumsums"] == 1
     assert index["best_fit"]["cumsums"] > 1
     assert index["best_fit"]["peak_megabytes"] > 0

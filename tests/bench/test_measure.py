@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 
@@ -9,7 +10,13 @@ import numpy as np
 import pytest
 
 from megaparcae.bench.measure import PeakMemory, Timings, in_processes, take_turns
-from megaparcae.bench.options import SUITES, LoaderOptions
+from megaparcae.bench.options import (
+    SUITES,
+    LoaderOptions,
+    StepOptions,
+    add_options,
+    from_arguments,
+)
 from megaparcae.bench.report import Report, shown
 from megaparcae.errors import UserError
 
@@ -82,3 +89,14 @@ def test_an_option_out_of_range_is_named():
         LoaderOptions(repeats=0)
     with pytest.raises(UserError, match="--tokenizer-model is missing"):
         SUITES["preprocess"](input="x.jsonl")
+
+
+def test_lists_are_given_once_and_changes_of_the_run_add_up():
+    parser = argparse.ArgumentParser()
+    add_options(parser, StepOptions)
+    given = parser.parse_args(["--rows", "1", "2", "--set", "a.b=1", "--set", "c.d=2", "e.f=3"])
+    options = from_arguments(StepOptions, given)
+    assert isinstance(options, StepOptions)
+    assert options.rows == (1, 2)
+    assert options.overrides == ("a.b=1", "c.d=2", "e.f=3")
+    assert options.means == StepOptions().means
