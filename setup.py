@@ -37,6 +37,8 @@ setup(
             "mypy",
             "wandb",
             "tensorboard",
+            "accelerate",  # transformers' Trainer and LoRA on exports
+            "peft",
             "gigatoken",
             # Its reader and ours read each other's shards; wheels are for Linux only.
             "megatron-core>=0.16,<0.17; sys_platform == 'linux' and python_version < '3.14'",
