@@ -110,7 +110,8 @@ def _contours(study: Study) -> Figure:
     axis.clabel(lines, fontsize=7, fmt="%.2f")
     axis.plot(rows.tokens, rows.mu, "o", color=GREY, markersize=3, label="runs")
     frontier = _frontier(study.training, study.isoflop, mu, tokens)
-    axis.plot(*frontier, color=BLUE, linewidth=2, label="efficient frontier")
+    if len(frontier[0]):
+        axis.plot(*frontier, color=BLUE, linewidth=2, label="efficient frontier")
     axis.set_xscale("log")
     _mu_axis(axis, np.unique(rows.mu), vertical=True)
     axis.set_xlabel("training tokens D")
