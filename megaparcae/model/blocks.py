@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megaparcae.config.schema import ModelConfig
@@ -46,7 +47,10 @@ class Block(nn.Module):
         inputs = x, context, value_rows, input_weight
         branch = checkpointed(recompute_attention, self.attend, *inputs)
         x = self.attention_post_norm(self.add(x, branch))
-        return self.mlp_post_norm(self.add(x, self.mlp(self.mlp_norm(x))))
+        branch = self.mlp(self.mlp_norm(x))
+        if torch.is_grad_enabled():
+            return self.mlp_post_norm(self.add(x, branch))
+        return self.mlp_post_norm(x.add_(branch, alpha=self.residual_scale))
 
     def attend(
         self,

@@ -31,13 +31,14 @@ class LoopedLM(LanguageModel):
         d = config.hidden_size
         p, r, c = config.num_prelude_layers, config.num_core_layers, config.num_coda_layers
         unrolled = p + c + r * config.recurrence.mean_recurrence
+        # Registered in the order in which they run: gradients come in the reverse order.
         self.prelude = self.make_blocks(p, first_layer=0, unrolled=unrolled)
-        core = self.make_blocks(r, first_layer=p, unrolled=unrolled)
-        self.core = LoopedCore(core, self.work, self.probe)
-        self.coda = self.make_blocks(c, first_layer=p + r, unrolled=unrolled)
         self.prelude_norm = self.make_norm() if config.prelude_norm else nn.Identity()
         self.injection = make_injection(config)
+        core = self.make_blocks(r, first_layer=p, unrolled=unrolled)
+        self.core = LoopedCore(core, self.work, self.probe)
         self.readout = nn.Linear(d, d, bias=False) if config.readout else nn.Identity()
+        self.coda = self.make_blocks(c, first_layer=p + r, unrolled=unrolled)
         self.split_state = nn.Identity()  # a seam: sequence parallelism keeps this rank's positions
 
     def forward(

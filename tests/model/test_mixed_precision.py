@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from golden_data import golden_model, meta, relative, tensors
+from golden_data import CONFIGS, golden_model, meta, relative, tensors
 from megaparcae.model.batch import Batch, depth_order, fixed_depth
+from megaparcae.model.build import build_model
+from megaparcae.model.init import initialize
 from megaparcae.model.loop import LoopPlan
 
 DATA = tensors("parcae_tiny_forward")
@@ -94,3 +99,35 @@ def test_types_along_the_way_are_the_authors():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(fixed_depth(DATA["input_ids"], 2, DATA["h0"]))
     assert types == GOLDEN["dtypes"]
+
+
+class CountCasts(TorchDispatchMode):
+    """How often each weight is copied to another type."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {p.data_ptr(): name for name, p in model.named_parameters()}
+        self.casts = dict.fromkeys(self.names.values(), 0)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.names:
+            self.casts[self.names[args[0].data_ptr()]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("injection", ["diagonal", "linear"])
+def test_weights_are_cast_once_per_micro_batch_and_phase_not_once_per_loop(injection):
+    config = replace(CONFIGS["parcae"], injection=injection)
+    model = build_model(config)
+    initialize(model, config, seed=0)
+    batch, casts = training_batch([0, 3, 7], [2, 4, 4]), CountCasts(model)
+    with torch.autocast("cpu", torch.bfloat16), casts:
+        model(batch)
+    inputs = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "value_gate.weight")
+    matrices = (*inputs, "o_proj.weight", "up_proj.weight", "down_proj.weight")
+    core = {n: c for n, c in casts.casts.items() if n.startswith("core.") and n.endswith(matrices)}
+    assert len(core) == 2 * 6 + 1
+    for name, count in core.items():
+        assert count == (1 if name.endswith(inputs) else 2), name
+    if injection == "linear":
+        assert casts.casts["injection.weight"] <= 2
