@@ -29,7 +29,7 @@ def test_the_report_of_the_toy_study_follows_from_its_table():
 
 def test_the_table_holds_the_runs_that_the_grid_of_its_config_plans(tmp_path):
     runs = read_runs(STUDY / "runs.csv").at_training_depth()
-    budgets, mus = np.unique(runs.budget), np.unique(runs.mu)
+    budgets, mus = np.unique(runs.budget).tolist(), np.unique(runs.mu).tolist()
     costs = study_costs("authors")
     planned = write_grid(STUDY / "study.yaml", [], budgets, mus, tmp_path, costs)
     found = set(zip(runs.budget, runs.mu, runs.tokens, runs.params, strict=True))
