@@ -52,6 +52,11 @@ MACHINES = {
 """By name. A share of a network card: one 200 or 400 Gb/s card per GPU in DGX and HGX nodes."""
 
 
+def peak_tflops(device: str) -> float | None:
+    """Of a device as PyTorch names it; None when the table does not have it."""
+    return next((m.peak for m in MACHINES.values() if m.device in device), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """GPUs of one kind, and how much of their data sheet is expected."""

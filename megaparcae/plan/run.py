@@ -60,6 +60,7 @@ def make_plan(
         raise UserError(f"--top={keep} must be at least 1")
     total = batch_size(config, cluster)
     planner = Planner(config, cluster, total)
+    own: Layout | None
     if as_is:
         own = planner.evaluate(config)
         if own.memory.total > cluster.usable:

@@ -15,17 +15,9 @@ import megaparcae
 from megaparcae.config.batch import BatchPlan
 from megaparcae.config.schema import RunConfig
 from megaparcae.model.flops import count_parameters, needed_flops
+from megaparcae.plan.machines import peak_tflops
 from megaparcae.train.batches import HostBatch
 from megaparcae.train.sinks import Record
-
-PEAK_TFLOPS = {  # dense bf16, from the makers' data sheets
-    "A100": 312.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "B200": 2250.0,
-    "L40S": 362.0,
-    "V100": 125.0,
-}
 
 
 def start_record(config: RunConfig, plan: BatchPlan, step: int, device: str) -> Record:
@@ -56,9 +48,7 @@ class StepClock:
     def __init__(self, config: RunConfig, plan: BatchPlan, device_name: str) -> None:
         self.config = config
         self.plan = plan
-        self.peak = config.log.peak_tflops or next(
-            (peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None
-        )
+        self.peak = config.log.peak_tflops or peak_tflops(device_name)
         self.last = time.perf_counter()
         self.recent: list[float] = []
         self.num_steps = 0
@@ -123,6 +113,7 @@ def console_line(record: Record, num_steps: int) -> str:
         f"norm {record['grad_norm']:8.3g}",
         f"lr x{record['lr_factor']:.3f}",
         f"loops {record['mean_loops']:5.2f}",
+        f"eff {record['efficiency']:6.1%}",
         f"{_si(record['tokens_per_second'])} tok/s",
         f"{record['tflops_per_device']:8.3g} TFLOP/s",
     ]

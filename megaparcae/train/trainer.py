@@ -31,6 +31,7 @@ from megaparcae.train.sinks import Record, make_sinks
 from megaparcae.train.spikes import SpikeDetector, agreed_history
 from megaparcae.train.stragglers import StragglerReport
 from megaparcae.train.watchdog import Watchdog
+from megaparcae.train.work import WorkMeter
 
 LAST_SECONDS = 60.0
 """What a save that is being written is given when a run fails."""
@@ -74,6 +75,7 @@ class Trainer:
         on_gpu = run.process.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name() if on_gpu else "CPU"
         self.clock = StepClock(config, run.plan, self.device_name)
+        self.work = WorkMeter(config, run.plan, run.model.work, run.process.device)  # type: ignore[arg-type]
         self.profiler = StepProfiler(run, self.run_dir / "profile", self.clock)
         self.num_counted = run.plan.global_batch * config.model.sequence_length
         """Labels of a step: packing leaves no padding, so every position counts."""
@@ -154,6 +156,7 @@ class Trainer:
             self.health.watch()
         accept = self.spikes.accept if self.config.train.loss_spike == "skip" else None
         with self.profiler.watch(step + 1):
+            self.work.begin()
             loss = float(self.run.engine.train_batch(micro_batches, 1 / self.num_counted, accept))
         norm = self.run.engine.grad_norm()
         self.stragglers.note(host)
@@ -173,6 +176,7 @@ class Trainer:
             "skipped_steps": self.guard.total,
             "loss_spike": spike,
             **work_record(host, n, k),
+            **self.work.record(int(n.sum()), int(k.sum())),
             **self.clock.step(step + 1, n, k),
         }
 

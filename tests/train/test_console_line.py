@@ -21,6 +21,7 @@ def line(**changes: object) -> str:
         "grad_norm": 0.5,
         "lr_factor": 1.0,
         "mean_loops": 4.0,
+        "efficiency": 1.0,
         "tokens_per_second": 4200.0,
         "tflops_per_device": 0.0157,
         "mfu": 0.4,
