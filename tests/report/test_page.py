@@ -158,7 +158,7 @@ def test_flops_are_those_of_the_depths_that_were_drawn(tmp_path):
 
 
 def test_a_long_run_makes_a_small_page(tmp_path):
-    run = write_run(tmp_path, steps(1, 20_000, 0), train={"num_steps": 100_000})
+    run = write_run(tmp_path, steps(1, 8_000, 0), train={"num_steps": 100_000})
     started = time.monotonic()
     page = render_page(read_history(run))
     assert len(page) < 1_000_000
