@@ -14,6 +14,7 @@ from bundles import write_bundle
 from cli.training_runs import ROOT, environment, make_shard, records, run_tool, train
 from megaparcae.errors import UserError
 from megaparcae.log import logger
+from megaparcae.scaling.curves import read_evaluation
 
 pytestmark = pytest.mark.slow
 
@@ -67,9 +68,12 @@ def test_a_checkpoint_gives_the_validation_loss_of_its_training(made):
 
 
 def test_checkpoint_and_export_agree_on_shards_and_on_text(made):
-    shard = ("--data", made / "s_text_document", "--max-rows", 40, "--num-loops", "1,2,8")
+    shard = ("--data", made / "s_text_document", "--max-rows", 40, "--num-loops", "1,2,4,8")
     first, second = evaluate(made, *shard), evaluate(made, *shard, model="export")
     assert losses(first) == pytest.approx(losses(second), rel=1e-6)
+    name, curve = read_evaluation(made / "report.json")  # as tools/scaling.py curves does
+    assert name == str(made / "export") and curve.num_loops.tolist() == [1, 2, 4, 8]
+    assert curve.loss.tolist() == losses(second) and curve.mu[0] == second["mean_recurrence"]
     assert first["loss"][0]["bits_per_byte"] == pytest.approx(second["loss"][0]["bits_per_byte"])
     text = made / "text.txt"
     text.write_text("Call me Ishmael. Some years ago, never mind how long precisely.")
