@@ -25,6 +25,7 @@ from megaparcae.engine.mpu import ModelParallelUnit
 from megaparcae.parallel.mesh import Mesh
 from megaparcae.parallel.sequence import sum_partial_gradients_as_produced
 from megaparcae.parallel.shard import Fragment
+from megaparcae.parallel.sharded_optimizer import ShardedOptimizer
 
 
 class PlainEngine:
@@ -72,6 +73,8 @@ class PlainEngine:
                 self._sum_over_dp(total)
                 if accept is not None and not accept(float(total)):
                     loss = decline(loss)
+                if isinstance(self.optimizer, ShardedOptimizer):
+                    self.optimizer.overlap_next_backward()
             self.deepspeed.backward(loss * self.dp_factor, scale_wrt_gas=False)
             self.deepspeed.step()
         return total

@@ -13,11 +13,20 @@ from megaparcae.parallel.collectives import all_gather_single, reduce_scatter_si
 from megaparcae.parallel.mesh import Axis
 from megaparcae.parallel.ownership import Piece, Plan
 
+EARLY_ELEMENTS = 1 << 18
+"""Parameters of at least this many (1 MiB) can be summed one by one, during the backward pass."""
+
+GLOO_ELEMENTS = 1 << 18
+"""Gloo moves many sums and copies of this size at once: 64 MiB between two processes are summed to
+their owners in 0.06 s (all-reduced whole in 0.55 s), and sent back in 0.06 s (whole in 0.39 s)."""
+
 
 class FlatBuffer:
     """A parameter that one rank owns whole has its .grad in the buffer: backward's first gradient
     is moved there when it is made, later micro-batches add to it in place, and no second copy of
     all gradients exists. Whatever else .grad is (None, another tensor), `collect` makes it right.
+
+    Sums over dp start during the last backward pass if it was announced, else in the step.
     """
 
     def __init__(self, plan: Plan, parameters: Mapping[str, nn.Parameter], dp: Axis) -> None:
@@ -30,7 +39,17 @@ class FlatBuffer:
         for piece, place in zip(plan.pieces, self._places, strict=True):
             if piece.spec.rows is None:
                 parameter = parameters[piece.spec.name]
-                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, place))
+                parameter.register_post_accumulate_grad_hook(partial(self._keep, place, piece))
+        self._early, self._rest = self._split_reductions()
+        self._overlaps = False
+        self._complete: set[str] = set()
+        self._num_sent = 0
+        self._works: list[dist.Work] = []
+
+    def overlap_next_backward(self) -> None:
+        """The next backward pass is the step's last: large gradients leave as they are made."""
+        self._forget_works()
+        self._overlaps = self._dp.group is not None
 
     def collect(self) -> None:
         """Bring every .grad into the buffer; a missing one is zero."""
@@ -52,10 +71,15 @@ class FlatBuffer:
         group = self._dp.group
         if group is None:
             return
-        if self.full.is_cuda:
+        if self.full.is_cuda and not self._overlaps:
             reduce_scatter_single(self.owned, self.full.view(-1), group=group)
-        else:  # gloo's reduce-scatter is an all-reduce of a copy: 1.8 times as long as this
-            dist.all_reduce(self.full, group=group)
+            return
+        self._send(len(self._early))
+        for part in self._rest:
+            self._start_sum(*part)
+        for work in self._works:
+            work.wait()
+        self._forget_works()
 
     def weights_from_owners(self) -> None:
         """Every rank takes each parameter from the rank that owns it."""
@@ -65,9 +89,14 @@ class FlatBuffer:
         torch._foreach_copy_([self.owned_part(p) for p in mine], [self.weight(p) for p in mine])
         if self.full.is_cuda:
             all_gather_single(self.full.view(-1), self.owned, group=self._dp.group)
-        else:  # six times as fast as gloo's all-gather
-            for row, rank in zip(self.full, self._dp.ranks, strict=True):
-                dist.broadcast(row, src=rank, group=self._dp.group)
+        else:
+            works = [
+                dist.broadcast(part, src=rank, group=self._dp.group, async_op=True)
+                for row, rank in zip(self.full, self._dp.ranks, strict=True)
+                for part in row.split(GLOO_ELEMENTS)
+            ]
+            for work in works:
+                work.wait()
         for piece, place in zip(self._plan.pieces, self._places, strict=True):
             if piece.owner != self._dp.index:
                 others.append((self.weight(piece), place))
@@ -86,6 +115,60 @@ class FlatBuffer:
         """The piece of the parameter itself."""
         return _rows(self._parameters[piece.spec.name].detach(), piece)
 
+    def _keep(self, place: Tensor, piece: Piece, parameter: Tensor) -> None:
+        """Called with each gradient: the sum so far lies in the buffer."""
+        if parameter.grad is not None and parameter.grad is not place:
+            place.copy_(parameter.grad)
+            parameter.grad = place
+        if self._overlaps:
+            self._complete.add(piece.spec.name)
+            self._send(self._num_complete())
+
+    def _num_complete(self) -> int:
+        """Early pieces that can leave: all before them are complete as well."""
+        for i, (name, *_) in enumerate(self._early):
+            if name not in self._complete:
+                return i
+        return len(self._early)
+
+    def _send(self, count: int) -> None:
+        """Start the sums of the first `count` early pieces: on all ranks in the same order."""
+        for _, *part in self._early[self._num_sent : count]:
+            self._start_sum(*part)
+        self._num_sent = max(self._num_sent, count)
+
+    def _start_sum(self, owner: int, begin: int, end: int) -> None:
+        """Of a range of an owner's segment; the other ranks' copies of it are lost."""
+        rank, whole = self._dp.ranks[owner], self.full[owner, begin:end]
+        for part in [whole] if whole.is_cuda else whole.split(GLOO_ELEMENTS):
+            work = dist.reduce(part, dst=rank, group=self._dp.group, async_op=True)
+            self._works.append(work)
+
+    def _forget_works(self) -> None:
+        self._overlaps, self._num_sent = False, 0
+        self._complete.clear()
+        self._works.clear()
+
+    def _split_reductions(
+        self,
+    ) -> tuple[list[tuple[str, int, int, int]], list[tuple[int, int, int]]]:
+        """Large whole pieces (name, owner, begin, end), last registered first as the backward pass
+        goes; and what lies between them, (owner, begin, end)."""
+        order = {name: -i for i, name in enumerate(self._parameters)}
+        early, rest = [], []
+        for owner in range(self._dp.size):
+            begin = end = 0
+            for piece in self._plan.owned_by(owner):
+                if piece.spec.rows is None and piece.numel >= EARLY_ELEMENTS:
+                    early.append((piece.spec.name, owner, piece.begin, piece.end))
+                    if end > begin:
+                        rest.append((owner, begin, end))
+                    begin = piece.end
+                end = piece.end
+            if end > begin:
+                rest.append((owner, begin, end))
+        return sorted(early, key=lambda part: order[part[0]]), rest
+
     def _place(self, piece: Piece) -> Tensor:
         segment = self.full[piece.owner]
         return segment[piece.begin : piece.end].view(piece.spec.local_shape)
@@ -93,9 +176,3 @@ class FlatBuffer:
 
 def _rows(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor if piece.spec.rows is None else tensor[slice(*piece.spec.rows)]
-
-
-def _move_gradient(place: Tensor, parameter: Tensor) -> None:
-    if parameter.grad is not None and parameter.grad is not place:
-        place.copy_(parameter.grad)
-        parameter.grad = place

@@ -110,6 +110,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # for those who read rates there, as DeepSpeed does
             group["lr"] = self._muon_lr if group["kind"] == "muon" else self._adamw_lr
 
+    def overlap_next_backward(self) -> None:
+        """The next backward pass is the last before `step`, on all ranks: dp sums start in it."""
+        self._buffer.overlap_next_backward()
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """One update of all parameters, all ranks together."""
