@@ -138,7 +138,8 @@ def test_a_spike_rolls_back_to_the_last_checkpoint_and_goes_on_with_the_followin
     ranks = run_ranks(train, world, str(tmp_path), changes, (), 16)
     # 24 steps, of which those from the checkpoint at 12 to the spike at 17 are taken back
     assert ranks == [{"ended": "", "updates": 24 - 5, "skipped": 0}] * world
-    assert log(tmp_path, "roll_back") == {17: {"kind": "roll_back", "step": 17, "to_step": 12}}
+    (roll_back,) = log(tmp_path, "roll_back").values()
+    assert (roll_back["step"], roll_back["to_step"]) == (17, 12)
     assert sorted(log(tmp_path)) == list(range(1, 25)), "no step is made twice"
 
 
