@@ -483,8 +483,8 @@ class LogConfig:
     interval: int = 1
     """Steps between console lines; 0 is off."""
     health_interval: int = 50
-    """Steps between loop-health records; 0 is off. A record costs 4% of a step of the preset tiny on
-    a CPU, so less than 0.1% at 50."""
+    """Steps between loop-health records; 0 is off. A record costs 4% of a step of the preset tiny
+    on a CPU, so less than 0.1% at 50."""
     wandb_project: str | None = None
     """Weights & Biases project; null is off."""
     tensorboard_dir: str | None = None
