@@ -131,6 +131,23 @@ def test_shards_are_small_and_load_together(tmp_path: Path) -> None:
         assert torch.equal(parameter, weights[name.removeprefix("model.")])
 
 
+def test_a_device_map_may_leave_layers_on_disk(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import AutoModelForCausalLM
+
+    config, weights = parcae_tiny()
+    out = export_hf(weights, config, None, tmp_path / "out", FP32)
+    load = AutoModelForCausalLM.from_pretrained
+    whole = load(out, trust_remote_code=True, device_map="cpu")
+    places = {f"model.{name}": "cpu" for name, _ in whole.model.named_children()}
+    places |= {"lm_head": "cpu", "model.core": "disk", "model.coda": "disk"}
+    spread = load(out, trust_remote_code=True, device_map=places, offload_folder=tmp_path / "disk")
+    assert next(spread.model.core.parameters()).is_meta
+    ids = torch.arange(24).view(2, 12)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(spread.generate(ids, **options), whole.generate(ids, **options))
+
+
 def test_wrong_weights_never_get_the_folders_name(tmp_path: Path) -> None:
     config, weights = parcae_tiny()
     calls = {"B": 0}

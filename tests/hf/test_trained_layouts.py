@@ -76,6 +76,7 @@ def test_an_export_has_the_weights_and_the_logits_of_the_training(
     exported, report = ParcaeForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(report.values()), report
     assert exported.config.vocab_size == model["vocab_size"]
+    assert (exported.lm_head.weight is exported.model.embedding.weight) == (kind == "tied")
 
     ours = load_model(run, torch.device("cpu")).model
     assert ours.state_dict().keys() == held.keys()
