@@ -33,8 +33,10 @@ def main() -> None:
     options = from_arguments(SUITES[args.suite], args)
     from importlib import import_module
 
+    from megaparcae.engine.distributed import choose_device
     from megaparcae.log import setup_logging
 
+    os.environ.setdefault("DS_ACCELERATOR", choose_device("auto"))  # deepspeed looks at it
     os.environ.setdefault("MEGAPARCAE_LOG", "WARNING")  # the tables say the rest
     setup_logging()
     report = import_module(f"megaparcae.bench.{args.suite}").run(options)

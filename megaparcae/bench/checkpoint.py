@@ -12,7 +12,7 @@ from megaparcae.bench.measure import Timings, on_ranks
 from megaparcae.bench.options import CheckpointOptions
 from megaparcae.bench.report import Report
 from megaparcae.bench.runs import BenchRun
-from megaparcae.bench.shapes import run_config
+from megaparcae.bench.shapes import ALONE, run_config
 from megaparcae.checkpoint.manager import CheckpointManager
 from megaparcae.config.schema import RunConfig
 from megaparcae.engine.distributed import Process
@@ -28,7 +28,7 @@ SHAPE = (
     "model.recurrence.mean_recurrence=2",
     "validation.interval=0",
 )
-"""2/2/2, 98 million parameters with AdamW's states; few tokens, so that steps are short."""
+"""2/2/2, 94 million parameters with AdamW's states; few tokens, so that steps are short."""
 SYNC, STALL, BESIDE, LOAD = "save", "save beside: wait", "save beside: on disk", "load"
 WARMUP_STEPS = 2
 
@@ -36,7 +36,7 @@ WARMUP_STEPS = 2
 def run(options: CheckpointOptions) -> Report:
     """Tables `save` and `training`."""
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.dir) as folder:
-        more = [f"checkpoint.dir={folder}/run", "checkpoint.keep=2", "train.num_steps=1000000"]
+        more = [*ALONE, f"checkpoint.dir={folder}/run", "checkpoint.keep=2"]
         config = run_config(options, SHAPE, more)
         place: Any = {"threads": options.threads, "device": config.train.device}
         (found,) = on_ranks(measure, 1, config, options.repeats, **place)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megaparcae.bench.runs import BenchRun
+from megaparcae.bench.shapes import ALONE
 from megaparcae.config.schema import RunConfig
 from megaparcae.data.sampler import deal, imbalance, step_sample_ids
 from megaparcae.engine.distributed import Process
@@ -23,7 +24,7 @@ NARROW = (
     "train.precision=fp32",
     f"train.micro_batch_size={ROWS}",
     f"train.gradient_accumulation_steps={MICRO_BATCHES}",
-    "train.global_batch_size=null",
+    *ALONE,
 )
 """The counted model: depths and rows are what matters."""
 

@@ -139,7 +139,6 @@ def in_processes(
     if torch.cuda.is_available():
         context: BaseContext = multiprocessing.get_context("spawn")
     else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # importing deepspeed looks at it
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([preload])
     with ProcessPoolExecutor(len(arguments), context) as pool:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from megaparcae.bench.measure import on_ranks
 from megaparcae.bench.options import StepOptions
 from megaparcae.bench.runs import step_seconds
-from megaparcae.bench.shapes import run_config
+from megaparcae.bench.shapes import ALONE, run_config
 from megaparcae.config.schema import RunConfig
 from megaparcae.engine.distributed import choose_device
 from megaparcae.model.flops import expected_flops
@@ -58,7 +58,7 @@ def configured(options: StepOptions, shape: Sequence[str], point: dict[str, int]
         f"train.precision={options.dtypes[0]}",
         f"train.micro_batch_size={point['rows']}",
         "train.gradient_accumulation_steps=1",
-        "train.global_batch_size=null",
+        *ALONE,
         f"model.sequence_length={point['length']}",
         f"model.recurrence.mean_recurrence={point['mean']}",
         "model.recurrence.backprop_depth=null",

@@ -9,6 +9,9 @@ from megaparcae.config.load import load_config, preset_config
 from megaparcae.config.schema import RunConfig
 from megaparcae.errors import UserError
 
+ALONE = ("parallel.tp=1", "parallel.pp=1", "train.global_batch_size=null")
+"""For suites that measure one rank, whatever the run's layout."""
+
 
 def run_config(
     options: ModelOptions,

@@ -13,8 +13,9 @@ from megaparcae.bench.measure import on_ranks
 from megaparcae.bench.options import StepOptions
 from megaparcae.bench.report import Report
 from megaparcae.bench.scaling import scaling
-from megaparcae.bench.shapes import run_config
+from megaparcae.bench.shapes import ALONE, run_config
 from megaparcae.config.schema import RunConfig
+from megaparcae.errors import UserError
 
 SHAPE = (
     "model.hidden_size=256",
@@ -34,6 +35,11 @@ def run(options: StepOptions) -> Report:
     """The tables of the parts that were asked for."""
     tables: dict[str, list[dict[str, Any]]] = {}
     base = run_config(options, SHAPE)
+    if base.model.architecture != "looped":
+        raise UserError(
+            f"model.architecture={base.model.architecture}: suite step is about the loop; give a "
+            "looped model"
+        )
     place: Any = {"threads": options.threads, "device": base.train.device}
     if {"step", "scaling"} & set(options.parts):
         (tables["ceilings"],) = on_ranks(ceilings, 1, options.dtypes, options.repeats, **place)
@@ -63,7 +69,7 @@ def configured(options: StepOptions, dtype: str, mean: int, rows: int) -> RunCon
         f"train.precision={dtype}",
         f"train.micro_batch_size={rows}",
         "train.gradient_accumulation_steps=1",
-        "train.global_batch_size=null",
+        *ALONE,
         f"model.recurrence.mean_recurrence={mean}",
         "model.recurrence.backprop_depth=null",
     ]
