@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megaparcae.config.schema import RunConfig
-from megaparcae.model.flops import Recompute, expected_flops, step_flops
 from megaparcae.report.chart import Chart, Line, Point, ramp, render_bar, smoothed
 from megaparcae.report.history import History, number, numbers
 
@@ -214,6 +212,11 @@ def speed_charts(history: History) -> list[Chart]:
             lines=_raw_and_smooth(work, 6),
         ),
         Chart(
+            title="Efficiency of the loop",
+            unit="core FLOPs needed, % of those executed on all ranks",
+            lines=_raw_and_smooth([(s, 100 * x) for s, x in history.series("efficiency")], 4),
+        ),
+        Chart(
             title="Slowest rank",
             unit="times the median of its peers",
             lines=[
@@ -250,61 +253,31 @@ def balance(history: History) -> list[tuple[int, float]]:
     return [(s, mine[s] * dp / whole[s]) for s in sorted(mine) if whole.get(s)]
 
 
-def drawn_loops(history: History, batch: float) -> tuple[float, float] | None:
-    """Mean loops without and with gradient of a sequence, from the steps' records.
-
-    loop_work = sum(n + 3 k) and mean_loops = sum(n + k) / batch.
-    """
-    loops, work = dict(history.series("mean_loops")), dict(history.series("loop_work"))
-    both = [(loops[s], work[s] / batch) for s in loops if s in work]
-    if not both:
-        return None
-    mean, cost = (sum(x) / len(both) for x in zip(*both, strict=True))
-    k = (cost - mean) / 2
-    return mean - k, k
+FLOP_PARTS = {
+    "prelude": "prelude",
+    "core_no_grad": "loops without gradient",
+    "core_grad": "loops with gradient",
+    "coda": "coda",
+    "head": "head and loss",
+    "projections": "injection and readout",
+}
+"""Names in the log, and for people."""
 
 
 def flops_bar(history: History) -> str:
-    """FLOPs per token by part at the depths that were drawn."""
-    config = history.config
+    """FLOPs per token that the depths drawn needed, by part."""
     tokens = history.series("tokens")
-    if config is None or not tokens:
+    if not tokens:
         return ""
-    S = config.model.sequence_length
-    batch = tokens[-1][1] / tokens[-1][0] / S
-    loops = drawn_loops(history, batch)
-    if config.model.architecture != "looped" or loops is None:
-        flops = expected_flops(config.model)
-    else:
-        n, k = (max(0.0, x) / S for x in loops)
-        flops = step_flops(config.model, rows_no_grad=n, rows_grad=k, rows=1 / S, sequence_length=S)
-    parts = [
-        ("prelude", flops.prelude),
-        ("loops without gradient", flops.core_no_grad),
-        ("loops with gradient", flops.core_grad),
-        ("coda", flops.coda),
-        ("head and loss", flops.head),
-        ("injection and readout", flops.projections),
-    ]
-    again = executed_again(config)
+    needed, again = history.total("flops_needed"), history.total("flops_recomputed")
+    num_tokens = tokens[-1][1] * len(history.steps) / tokens[-1][0]
+    parts = [(name, needed.get(part, 0.0) / num_tokens) for part, name in FLOP_PARTS.items()]
+    share = sum(again.values()) / (sum(needed.values()) or 1.0)
     note = (
-        f"{again:.1%} more is executed: attention scores in the backward pass, and activation "
-        "checkpointing where it is on."
+        f"{share:.1%} more is computed a second time: attention scores in the backward pass, and "
+        "activation checkpointing where it is on."
     )
     return render_bar("FLOPs by part", "{} FLOP per token", parts, note)
-
-
-def executed_again(config: RunConfig) -> float:
-    """What recomputation adds, as a share of the FLOPs that the model needs."""
-    parallel = config.parallel
-    modes = Recompute(
-        prelude=parallel.recompute_prelude,
-        core=parallel.recompute_core,
-        coda=parallel.recompute_coda,
-    )
-    return (
-        expected_flops(config.model, executed=modes).total / expected_flops(config.model).total - 1
-    )
 
 
 def time_bar(history: History) -> str:

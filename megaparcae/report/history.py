@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,14 @@ class History:
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a field of the step records."""
         return _series(self.steps, name)
+
+    def total(self, name: str) -> dict[str, float]:
+        """Sum over all steps of a field that is a mapping."""
+        sums: dict[str, float] = defaultdict(float)
+        for record in self.steps.values():
+            for key, value in numbers(record, name).items():
+                sums[key] += value
+        return sums
 
     def health_series(self, name: str, key: str | None = None) -> list[tuple[int, float]]:
         """(step, value) of a field of the health records, or of an entry of it."""

@@ -156,10 +156,12 @@ def _tiles(history: History) -> str:
     if history.time.total:
         share = history.time.kept / history.time.total
         tiles.append(("useful time", f"{share:.0%}", f"of {_duration(history.time.total)}"))
-    work = [x for _, x in balance(history)]
-    if work:
-        furthest = max(abs(x - 1) for x in work)
-        tiles.append(("loop balance", f"±{furthest:.1%}", "work of rank 0, furthest from even"))
+    efficiency = [x for _, x in history.series("efficiency")]
+    if efficiency:
+        mean = sum(efficiency) / len(efficiency)
+        uneven = max((abs(x - 1) for _, x in balance(history)), default=0.0)
+        note = f"FLOPs needed of executed; rank 0 within ±{uneven:.1%} of even"
+        tiles.append(("loop efficiency", f"{mean:.1%}", note))
     tiles.append(_safety_tile(history))
     items = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"

@@ -150,11 +150,12 @@ def test_traced_steps_are_shown(tmp_path):
     assert "Traced steps" in page and "prelude  1.00 &lt;ms&gt;" in page
 
 
-def test_flops_are_those_of_the_depths_that_were_drawn(tmp_path):
-    """16 sequences of mean depth 8 and work 8 * 16: k = 0, so all loops are without gradient."""
-    run = write_run(tmp_path, steps(1, 5, 0), model={"sequence_length": 64})
-    page = render_page(read_history(run))
-    assert "loops without gradient" in page and "loops with gradient" not in page
+def test_flops_are_those_of_the_log(tmp_path):
+    page = render_page(read_history(write_run(tmp_path, steps(1, 5, 0))))
+    assert "75.0%</td><td>3M FLOP per token" in page and "25.0%</td><td>1M FLOP" in page
+    assert "10.0% more is computed a second time" in page
+    assert "loops without gradient" not in page
+    assert "<dd>99.0%<small>FLOPs needed of executed; rank 0 within ±1.6% of even" in page
 
 
 def test_a_long_run_makes_a_small_page(tmp_path):
