@@ -159,8 +159,10 @@ def _tiles(history: History) -> str:
     efficiency = [x for _, x in history.series("efficiency")]
     if efficiency:
         mean = sum(efficiency) / len(efficiency)
-        uneven = max((abs(x - 1) for _, x in balance(history)), default=0.0)
-        note = f"FLOPs needed of executed; rank 0 within ±{uneven:.1%} of even"
+        note = "FLOPs needed of executed"
+        uneven = [abs(x - 1) for _, x in balance(history)]
+        if uneven:
+            note += f"; rank 0 within ±{max(uneven):.1%} of even"
         tiles.append(("loop efficiency", f"{mean:.1%}", note))
     tiles.append(_safety_tile(history))
     items = "".join(

@@ -151,7 +151,7 @@ def test_traced_steps_are_shown(tmp_path):
 
 
 def test_flops_are_those_of_the_log(tmp_path):
-    page = render_page(read_history(write_run(tmp_path, steps(1, 5, 0))))
+    page = render_page(read_history(write_run(tmp_path, [start(0, 0), *steps(1, 5, 0)])))
     assert "75.0%</td><td>3M FLOP per token" in page and "25.0%</td><td>1M FLOP" in page
     assert "10.0% more is computed a second time" in page
     assert "loops without gradient" not in page
