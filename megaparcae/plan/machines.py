@@ -72,8 +72,8 @@ class Cluster:
     """Seconds to start a kernel: what small tensors cost at least."""
     latency: float = 20e-6
     """Seconds of a collective of no bytes, and of each further node it reaches."""
-    reserve: float = 4.0
-    """GiB per GPU that are left free: CUDA, NCCL's buffers, fragmentation."""
+    reserve: float = 0.1
+    """Share of the memory that is left free: CUDA, NCCL's buffers, fragmentation, our error."""
     dollars: float | None = None
     """Price of a GPU-hour."""
 
@@ -89,6 +89,8 @@ class Cluster:
         for name, share in (("mfu", self.mfu), ("link-share", self.link_share)):
             if not 0 < share <= 1:
                 raise UserError(f"--{name}={share} must be above 0 and at most 1, such as 0.4")
+        if not 0 <= self.reserve < 1:
+            raise UserError(f"--reserve={self.reserve} must be in [0, 1), such as 0.1")
 
     @property
     def per_node(self) -> int:
@@ -98,7 +100,7 @@ class Cluster:
     @property
     def usable(self) -> float:
         """Bytes of a GPU that a run may fill."""
-        return (self.machine.memory - self.reserve) * GIB
+        return self.machine.memory * (1 - self.reserve) * GIB
 
     @property
     def speed(self) -> float:

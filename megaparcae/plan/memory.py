@@ -179,12 +179,15 @@ def peak_memory(
     ahead = min(len(stages) - stage, batch.accumulation) - 1
     waiting = ahead * (sum(kept.sections()) + kept.casts() + kept.carry())
     waiting += 2 * kept.carry() * (len(stages) > 1)
-    moments = [(*moment, waiting) for moment in (kept.after_forward(), *kept.in_backward())]
-    moments.append((0.0, 0.0, states.update, 0.0))
-    activations, loss, working, in_flight = max(moments, key=sum)
+    # DeepSpeed's ZeRO 1 and 2 have no gradients before the first backward pass of a step.
+    early = config.parallel.zero_stage in (1, 2) and batch.accumulation == 1
+    moments = [(0.0 if early else states.gradients, *kept.after_forward(), waiting)]
+    moments += [(states.gradients, *moment, waiting) for moment in kept.in_backward()]
+    moments.append((states.gradients, 0.0, 0.0, states.update, 0.0))
+    gradients, activations, loss, working, in_flight = max(moments, key=sum)
     return Memory(
         weights=states.weights,
-        gradients=states.gradients,
+        gradients=gradients,
         optimizer=states.optimizer,
         activations=activations,
         in_flight=in_flight,

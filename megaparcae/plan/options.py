@@ -23,7 +23,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{option}", type=float, metavar="X", help=unit)
     group.add_argument("--mfu", type=float, default=0.4, help="share of the peak while it computes")
     group.add_argument("--link-share", type=float, default=0.8, help="share of a link's speed")
-    group.add_argument("--reserve", type=float, default=4.0, help="GiB per GPU to leave free")
+    group.add_argument("--reserve", type=float, default=0.1, help="share of the memory left free")
     group.add_argument("--dollars", type=float, help="price of a GPU-hour")
     group.add_argument("--tokens", type=float, help="length of the run; else train.num_steps")
     group.add_argument("--top", type=int, default=8, metavar="N", help="layouts to show")

@@ -50,7 +50,7 @@ def describe_cluster(cluster: Cluster) -> str:
     machine = cluster.machine
     return (
         f"{cluster.gpus} x {cluster.name}, {cluster.per_node} a node: {machine.memory:.0f} GiB "
-        f"({cluster.reserve:.0f} left free), {machine.peak:.0f} TFLOP/s at {cluster.mfu:.0%}, "
+        f"({cluster.reserve:.0%} left free), {machine.peak:.0f} TFLOP/s at {cluster.mfu:.0%}, "
         f"links {machine.intra:.0f} and {machine.inter:.0f} GB/s at {cluster.link_share:.0%}"
     )
 
@@ -70,7 +70,7 @@ def _layouts(plan: Plan) -> Table:
                 recomputed(layout.config.parallel),
                 f"{layout.memory.total / GIB:.1f}",
                 f"{layout.time.total:.3f}",
-                f"{plan.days(layout):.1f}",
+                f"{plan.days(layout):.2f}",
                 prefix + ("best" if first else why_slower(layout.time, plan.best.time)),
             )
         )

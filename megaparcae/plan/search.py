@@ -300,17 +300,20 @@ class Planner:
 
 def why_slower(time: StepTime, best: StepTime) -> str:
     """The part of the step that grew most, and by how much the whole did."""
+    slower = time.total / best.total - 1
+    if abs(slower) < 0.0005:
+        return "as fast"
     parts = {
         "recomputed": "recomputation",
         "overhead": "small kernels",
-        "waiting": "bubble, waiting for ranks",
+        "waiting": "bubble, uneven ranks",
         "tensor": "tp traffic, stage hops",
         "data": "gradient traffic",
         "update": "weights and update",
     }
     grown = {text: getattr(time, part) - getattr(best, part) for part, text in parts.items()}
     text = max(grown, key=lambda t: grown[t])
-    return f"+{time.total / best.total - 1:.1%}, {text}"
+    return f"{slower:+.1%}, {text}"
 
 
 def _order(layout: Layout) -> tuple[float, float]:

@@ -355,7 +355,7 @@ class _Timer:
 
     def _exposed(self, traffic: Traffic, arithmetic: float) -> float:
         """Seconds of data-parallel traffic that nothing hides. ZeRO 2 and 3 of DeepSpeed reduce and
-        gather beside the passes, the other stages after them."""
+        gather beside the passes; what the other stages hide is not counted on."""
         batch, cluster = self.batch, self.cluster
         speed = cluster.bandwidth(batch.dp, batch.tp)
         wait = cluster.wait(batch.dp, batch.tp) if batch.dp > 1 else 0.0

@@ -70,6 +70,9 @@ def test_options_can_be_changed(tmp_path):
         (("--config", "missing.yaml"), "missing.yaml"),
         (("--preset", "140m", "--set", "model.mlp=relu3"), "choose relu2"),
         ((), "--preset"),
+        (("--preset", "1p3b", "--gpus", "12"), "whole number of nodes"),
+        (("--preset", "1p3b", "--gpus", "8", "--machine", "h10"), "choose a100-40"),
+        (("--preset", "1p3b", "--gpus", "1", "--memory", "16"), "or --machine=rtx4090"),
     ],
 )
 def test_mistakes_end_with_2_and_one_sentence(arguments, message):
@@ -77,3 +80,23 @@ def test_mistakes_end_with_2_and_one_sentence(arguments, message):
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_cluster_is_planned_and_the_run_written(tmp_path):
+    run = tmp_path / "run.yaml"
+    result = plan("--preset", "140m", "--gpus", "8", "--dollars", "2", "--output", str(run))
+    assert result.returncode == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    for title in ("Layouts that fit", "GiB of the fullest GPU", "one step", "Whole run"):
+        assert title in result.stdout
+    assert "dollars" in result.stdout and "model.num_heads=6 must" in result.stdout
+    again = plan("--config", str(run), "--gpus", "8", "--as-is", "--json")
+    layout = json.loads(again.stdout)["layouts"][0]
+    assert layout["batch"]["dp"] * layout["batch"]["tp"] * layout["batch"]["pp"] == 8
+    assert f"{layout['step_seconds']['total']:.3f}" in result.stdout
+
+
+def test_planning_does_without_torch():
+    """Torch alone takes longer to import than a plan may take."""
+    code = "import megaparcae.plan.report, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=TOOL.parents[1]).returncode == 0

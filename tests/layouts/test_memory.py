@@ -29,7 +29,7 @@ BASE: dict[str, Any] = {
         "recurrence": {"mean_recurrence": 4, "backprop_depth": 3, "sampler": "fixed"},
     },
     "optimizer": {"name": "adamw"},
-    "train": {"micro_batch_size": 4, "global_batch_size": 16, "precision": "fp32", "device": "cpu"},
+    "train": {"micro_batch_size": 4, "global_batch_size": 8, "precision": "fp32", "device": "cpu"},
 }
 BF16 = {"train": {"precision": "bf16"}}
 MUON = {"optimizer": {"name": "muon_adamw"}}
@@ -46,7 +46,6 @@ RDM = {
         "loop_norm": True,
     }
 }
-TRANSFORMER = {"model": {"architecture": "transformer", "num_layers": 6, "num_kv_heads": 2}}
 
 
 def recompute(core: str, outside: str = "none") -> dict[str, Any]:
@@ -58,33 +57,21 @@ def parallel(**options: Any) -> dict[str, Any]:
     return {"parallel": options}
 
 
-ONE_RANK = {
-    "as it is": {},
-    "bf16": BF16,
-    "small, bf16": merged(SMALL, BF16),
-    "loop": recompute("loop"),
-    "loop, bf16": merged(recompute("loop"), BF16),
-    "block everywhere": recompute("block", "block"),
-    "selective everywhere": recompute("selective", "selective"),
-    "Muon": MUON,
-    "RDM": RDM,
-    "Transformer": TRANSFORMER,
-    "Transformer, block": merged(TRANSFORMER, {"parallel": {"recompute_prelude": "block"}}),
-}
-SEVERAL_RANKS = {
-    2: {
-        "dp 2": MUON,
-        "zero 1": parallel(zero_stage=1),
-        "zero 2": parallel(zero_stage=2),
-        "zero 3": parallel(zero_stage=3),
-        "pp 2": parallel(pp=2),
-        "pp 2, loop": merged(recompute("loop"), parallel(pp=2)),
-        "tp 2": parallel(tp=2),
-        "tp 2, sp, block": merged(
-            recompute("block"), merged(parallel(tp=2, sequence_parallel=True), BF16)
-        ),
+CASES = {
+    1: {
+        "small, Muon": merged(SMALL, MUON),
+        "loop, bf16": merged(recompute("loop"), BF16),
+        "block everywhere": recompute("block", "block"),
+        "selective everywhere": recompute("selective", "selective"),
+        "RDM": RDM,
     },
-    4: {"pp 2, tp 2": parallel(pp=2, tp=2), "pp 4": parallel(pp=4)},
+    2: {
+        "zero 1": parallel(zero_stage=1),
+        "zero 3": parallel(zero_stage=3),
+        "pp 2, loop": merged(recompute("loop"), parallel(pp=2)),
+        "tp 2": merged(parallel(tp=2), BF16),
+    },
+    4: {"pp 2, tp 2": parallel(pp=2, tp=2)},
 }
 TOLERANCE = 0.10
 
@@ -108,12 +95,11 @@ def all_allocated(cases: list[dict[str, Any]]) -> list[dict[str, int]]:
     return [allocated_bytes(options) for options in cases]
 
 
-@pytest.mark.parametrize(
-    ("world", "cases"), [(1, ONE_RANK), *SEVERAL_RANKS.items()], ids=["1", "2", "4"]
-)
-def test_the_peak_of_a_real_step_is_predicted_within_ten_percent(world, cases, tmp_path):
+@pytest.mark.parametrize(("world", "cases"), CASES.items(), ids=map(str, CASES))
+def test_the_memory_of_a_real_step_is_predicted_within_ten_percent(world, cases, tmp_path):
+    """What stays from step to step, and the whole at the fullest moment of a step."""
     options = [_with_small_buckets(merged(BASE, case), tmp_path) for case in cases.values()]
-    ranks = run_ranks(all_allocated, world, options, timeout=400)
+    ranks = run_ranks(all_allocated, world, options, timeout=300)
     wrong = []
     for number, name in enumerate(cases):
         plans = predicted(options[number], world)
@@ -121,11 +107,11 @@ def test_the_peak_of_a_real_step_is_predicted_within_ten_percent(world, cases, t
             width = world // len(plans)
             here = [rank[number] for rank in ranks[stage * width : (stage + 1) * width]]
             # gloo's threads let go of a tensor late now and then: the leanest rank counts
-            peak = min(rank["peak"] for rank in here)
-            resident = min(rank["resident"] for rank in here)
-            kept = plan.weights + plan.optimizer
-            errors = plan.total / peak - 1, (plan.total - kept) / (peak - kept) - 1
-            print(f"{name} stage {stage}: {peak:,} of which {resident:,} stay; {errors}")
+            passing = min(rank["passing"] for rank in here)
+            peak = passing + min(rank["resident"] for rank in here)
+            acts = plan.activations + plan.in_flight + plan.loss + plan.working
+            errors = plan.total / peak - 1, acts / passing - 1
+            print(f"{name}, stage {stage}: {peak:,} predicted {plan.total:,.0f}; {errors}; {here}")
             if max(map(abs, errors)) > TOLERANCE:
                 wrong.append((name, stage, errors, peak, plan))
     assert not wrong

@@ -46,28 +46,30 @@ def test_no_rejected_layout_is_faster_than_the_best():
 
 
 def test_reasons_are_the_rules_that_training_uses():
-    reasons = {r.reason for r in planned("1p3b", 64, "train.global_batch_size=48").ranking.rejected}
-    assert "model.num_heads=12 must be divisible by parallel.tp=8" in reasons
+    plan = planned("140m", 64, "train.global_batch_size=48", keep=1)
+    reasons = {r.reason for r in plan.ranking.rejected}
+    assert "model.num_heads=6 must be divisible by parallel.tp=4" in reasons
     assert "dp 64 does not divide the batch of 48 sequences" in reasons
 
 
 def test_checkpointing_is_chosen_when_memory_is_short():
     roomy = planned("370m", 1, machine="h200").best
-    short = planned("370m", 1, machine="rtx4090", options=("train.micro_batch_size=16",)).best
+    short = planned("770m", 1, "model.sequence_length=16384", machine="rtx4090").best
     assert roomy.config.parallel.recompute_core == roomy.config.parallel.recompute_coda == "none"
     parallel = short.config.parallel
     assert {parallel.recompute_prelude, parallel.recompute_core} != {"none"}
 
 
 def test_what_cannot_fit_is_refused_with_the_nearest_that_would():
+    long = "model.sequence_length=16384"
     with pytest.raises(UserError) as refused:
-        planned("1p3b", 1, machine="rtx4090")
+        planned("1p3b", 1, long, machine="rtx4090")
     message = str(refused.value)
-    assert "does not fit on 1 x rtx4090" in message
+    assert "1p3b does not fit on 1 x rtx4090" in message
     gpus = int(message.split("--gpus=")[1].split()[0])
     machine = message.split("--machine=")[1].split()[0]
-    assert planned("1p3b", gpus, machine="rtx4090").ranking.best
-    assert planned("1p3b", 1, machine=machine).ranking.best
+    assert planned("1p3b", gpus, long, machine="rtx4090").ranking.best
+    assert planned("1p3b", 1, long, machine=machine).ranking.best
 
 
 def test_gpus_that_no_layout_can_use_are_refused_with_a_number_that_works():
