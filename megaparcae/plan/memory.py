@@ -52,6 +52,9 @@ class States:
 
     weights: float
     gradients: float
+    """When all are there."""
+    buckets: float
+    """Of these, what is there when the first is made."""
     optimizer: float
     update: float
     """Temporaries of the update."""
@@ -92,6 +95,7 @@ def _zero(config: RunConfig, items: Sequence[Sequence[Item]], stage: int, dp: in
     return States(
         weights=FP32 * weights,
         gradients=FP32 * (gradients + bucket),
+        buckets=FP32 * bucket,
         optimizer=2 * FP32 * local / dp,
         update=FP32 * local / dp,
         moved=local,
@@ -145,6 +149,7 @@ def _sharded(items: Sequence[Item], owned: Sequence[tuple[Item, int]], dp: int) 
     return States(
         weights=FP32 * local,
         gradients=FP32 * (dp * segment + tables),
+        buckets=FP32 * dp * segment,
         optimizer=FP32 * max(m + 2 * v for m, v in zip(matrices, vectors, strict=True)),
         update=MUON_BYTES * batch,
         moved=dp * segment,
@@ -181,8 +186,9 @@ def peak_memory(
     waiting += 2 * kept.carry() * (len(stages) > 1)
     # DeepSpeed's ZeRO 1 and 2 have no gradients before the first backward pass of a step.
     early = config.parallel.zero_stage in (1, 2) and batch.accumulation == 1
-    moments = [(0.0 if early else states.gradients, *kept.after_forward(), waiting)]
-    moments += [(states.gradients, *moment, waiting) for moment in kept.in_backward()]
+    before, during = (0.0, states.buckets) if early else (states.gradients,) * 2
+    moments = [(before, *kept.after_forward(), waiting)]
+    moments += [(during, *moment, waiting) for moment in kept.in_backward()]
     moments.append((states.gradients, 0.0, 0.0, states.update, 0.0))
     gradients, activations, loss, working, in_flight = max(moments, key=sum)
     return Memory(

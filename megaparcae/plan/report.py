@@ -123,7 +123,7 @@ def _others(rejected: list[Rejected]) -> Table:
         before = groups.get(key)
         if before is None or (other.seconds or 1e9) < (before.seconds or 1e9):
             groups[key] = other
-    rows: Table = [("layout", "s/step", "why not")]
+    rows: Table = [("layout", "s/step, at least", "why not")]
     for key in sorted(groups):
         other = groups[key]
         seconds = f"{other.seconds:.3f}" if other.seconds else "-"
