@@ -158,8 +158,8 @@ def draw_exit_curve(points: Sequence[ExitPoint], path: Path, title: str) -> None
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for rule, some in _by_rule(points).items():
         line = sorted((point.loops, point.perplexity) for point in some)
-        style = {"color": "0.5", "ls": "--"} if rule == "fixed" else {}
-        axes.plot(*zip(*line, strict=True), marker="o", ms=4, label=rule, **style)
+        style = "--" if rule == "fixed" else "-"
+        axes.plot(*zip(*line, strict=True), marker="o", ms=4, ls=style, label=rule)
     axes.set(xlabel="mean loops per token", ylabel="perplexity", title=title, yscale="log")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

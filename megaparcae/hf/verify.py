@@ -23,6 +23,7 @@ from megaparcae.hf.stream import read_safetensors
 from megaparcae.log import logger
 from megaparcae.model.batch import Batch, fixed_depth
 from megaparcae.model.build import build_model
+from megaparcae.model.looped_lm import LoopedLM
 
 # B rows, S positions, V vocabulary, U tokens of the probe
 
@@ -83,6 +84,8 @@ def _ours(
 ) -> Run:
     with torch.device("meta"):
         model = build_model(config).eval()
+    if isinstance(model, LoopedLM):
+        model.core.streamed = not _is_resident(config)
 
     def load(name: str) -> Tensor:
         return _rows(name, source[name], tokens).to(dtype).float()
@@ -128,8 +131,7 @@ def _fill(
     rename: Callable[[str], str],
 ) -> None:
     """Give a model on the meta device its weights: blocks when they run, the rest now."""
-    shapes = canonical_shapes(config)
-    resident = sum(4 * torch.Size(shape).numel() for shape in shapes.values()) <= RESIDENT_BYTES
+    shapes, resident = canonical_shapes(config), _is_resident(config)
     for prefix in block_prefixes(config):
         names = {n.removeprefix(f"{prefix}."): n for n in shapes if n.startswith(f"{prefix}.")}
         block = model.get_submodule(rename(prefix))
@@ -141,6 +143,12 @@ def _fill(
     inside = tuple(f"{prefix}." for prefix in block_prefixes(config))
     rest = [name for name in shapes if not name.startswith(inside)]
     _put(model, {rename(name): load(name) for name in rest})
+
+
+def _is_resident(config: ModelConfig) -> bool:
+    """Whether all blocks stay in memory."""
+    sizes = (torch.Size(shape).numel() for shape in canonical_shapes(config).values())
+    return 4 * sum(sizes) <= RESIDENT_BYTES
 
 
 def _loader(names: Mapping[str, str], load: Callable[[str], Tensor]):  # type: ignore[no-untyped-def]

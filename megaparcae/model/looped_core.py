@@ -27,7 +27,7 @@ class LoopInputs:
     value_rows: tuple[Tensor | None, ...]
     """Value-embedding rows [B, S, G hd] of each core layer."""
     input_weights: tuple[Tensor, ...] = ()
-    """Of each core layer's attention; the core fills them in."""
+    """Of each core layer's attention; the core fills them in, unless it is streamed."""
 
     def detached(self) -> LoopInputs:
         """For the loops without gradient."""
@@ -44,6 +44,8 @@ class LoopedCore(nn.ModuleDict):
         self.recompute = "none"
         self.work = work
         self.probe = probe
+        self.streamed = False
+        """Weights are there only while their block runs (a model larger than memory)."""
 
     def forward(
         self,
@@ -74,6 +76,8 @@ class LoopedCore(nn.ModuleDict):
 
     def input_weights(self) -> tuple[Tensor, ...]:
         """Of each layer's attention: put together and cast once, not once per loop."""
+        if self.streamed:
+            return ()
         attentions = (cast(Block, self[str(i)]).attention for i in range(len(self)))
         return tuple(attention.input_weight() for attention in attentions)
 
@@ -103,6 +107,6 @@ class LoopedCore(nn.ModuleDict):
         for i in layers:
             table = inputs.value_rows[i]
             value_rows = None if table is None else table[: len(h)]
-            weight = inputs.input_weights[i]
+            weight = inputs.input_weights[i] if inputs.input_weights else None
             h = run_block(self[str(i)], h, context, value_rows, self.recompute, self.work, weight)
         return h
