@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from text_fixtures import CharacterTokenizer, documents, lines, run, texts_of, twenty
+from text_fixtures import SAMPLE, CharacterTokenizer, documents, lines, run, texts_of, twenty
 
 from megaparcae.data import blocks
 from megaparcae.data.index_cache import IndexSpec, cached_index
@@ -374,6 +375,42 @@ def test_resume_keeps_finished_blocks_of_moved_files(tmp_path: Path, monkeypatch
     for suffix in ("bin", "idx"):
         a, b = (tmp_path / f"{name}_text_document.{suffix}" for name in ("out", "straight"))
         assert a.read_bytes() == b.read_bytes()
+
+
+def test_kill_9_at_20_random_moments_then_resume_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(blocks, "SMALLEST_BLOCK", 50_000)
+    monkeypatch.setattr(blocks, "LARGEST_BLOCK", 50_000)
+    source = tmp_path / "c.jsonl"
+    source.write_bytes(SAMPLE.read_bytes() * 8)
+    begin = time.monotonic()
+    run(source, tmp_path / "whole", append_eod=True)
+    duration = time.monotonic() - begin
+    moments = random.Random(7)
+    killed = 0
+    while killed < 20:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                run(source, tmp_path / "out", append_eod=True, resume=True)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        time.sleep(moments.uniform(0, 1) * duration)
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        assert status in (0, signal.SIGKILL)
+        killed += status == signal.SIGKILL
+        index = tmp_path / "out_text_document.idx"
+        if index.exists():  # what has the name is whole; begin anew
+            IndexedDataset(tmp_path / "out_text_document")
+            index.unlink()
+    run(source, tmp_path / "out", append_eod=True, resume=True)
+    for suffix in ("bin", "idx"):
+        a, b = (tmp_path / f"{name}_text_document.{suffix}" for name in ("out", "whole"))
+        assert a.read_bytes() == b.read_bytes()
+    assert not (tmp_path / "out.parts").exists() and not list(tmp_path.glob("*tmp*"))
 
 
 def test_resume_with_other_settings_does_not_reuse_parts(tmp_path: Path) -> None:
