@@ -213,7 +213,7 @@ def speed_charts(history: History) -> list[Chart]:
         ),
         Chart(
             title="Efficiency of the loop",
-            unit="core FLOPs needed, % of those executed on all ranks",
+            unit="core FLOPs needed, % of executed",
             lines=_raw_and_smooth([(s, 100 * x) for s, x in history.series("efficiency")], 4),
         ),
         Chart(

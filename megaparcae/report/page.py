@@ -162,7 +162,7 @@ def _tiles(history: History) -> str:
         note = "FLOPs needed of executed"
         uneven = [abs(x - 1) for _, x in balance(history)]
         if uneven:
-            note += f"; rank 0 within ±{max(uneven):.1%} of even"
+            note += f"; rank 0 even to {max(uneven):.1%}"
         tiles.append(("loop efficiency", f"{mean:.1%}", note))
     tiles.append(_safety_tile(history))
     items = "".join(
@@ -204,7 +204,9 @@ def _events(history: History) -> str:
     saves = [e for e in history.events if e.kind == "checkpoint"]
     others = [e for e in history.events if e.kind != "checkpoint"]
     shown = others[-MOST_EVENTS:]
-    parts = [_event_table(shown, "Restarts, skipped steps, spikes, roll-backs, stops")]
+    parts = [
+        _event_table(shown, "Restarts, slow machines, skipped steps, spikes, roll-backs, stops")
+    ]
     if len(shown) < len(others):
         parts.append(f'<p class="note">The latest {len(shown):,} of {len(others):,}.</p>')
     if saves:

@@ -65,7 +65,7 @@ OPTIONS: dict[str, Any] = {
     "optimizer": {"name": "muon_adamw"},
     "train": {
         "global_batch_size": 8,
-        "micro_batch_size": 2,
+        "micro_batch_size": 4,
         "precision": "fp32",
         "device": "cpu",
         "seed": 11,
