@@ -335,7 +335,8 @@ class TrainConfig:
     deterministic: bool = False
     """Bit-reproducible kernels only, at a cost."""
     compile: bool = False
-    """torch.compile of the blocks."""
+    """torch.compile of the blocks, about a dozen versions for all row counts. Needs a C++ compiler
+    on CPU; worth it in long runs, since the versions take minutes to make."""
     max_skipped_steps: int = 10
     """Skipped steps in a row that are tolerated; one more stops the run."""
     loss_spike: Literal["warn", "skip", "roll_back"] = "warn"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +19,7 @@ from megaparcae.engine.distributed import Process, set_deterministic
 from megaparcae.engine.ds_config import deepspeed_options
 from megaparcae.engine.pipeline import PipelineEngine
 from megaparcae.engine.plain import PlainEngine
+from megaparcae.errors import UserError
 from megaparcae.log import logger
 from megaparcae.model.attention import Attention
 from megaparcae.model.blocks import Block
@@ -30,6 +35,9 @@ from megaparcae.parallel.shard import spec_of
 from megaparcae.parallel.sharded_optimizer import ShardedOptimizer
 from megaparcae.parallel.stages import Stage
 from megaparcae.train.pipeline_report import describe_pipeline, plan_stages
+
+MAX_COMPILED_VERSIONS = 64
+"""Of one block; PyTorch would go on without compiling after 8, saying so in a warning only."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ def build_run(config: RunConfig, process: Process) -> Run:
         device=process.device,
     )
     if config.train.compile:
+        check_compiler(process.device)
         compile_blocks(model)
     engine = make_engine(config, plan, mesh, stages, model)
     return Run(config, process, mesh, plan, stages, model, engine)
@@ -125,8 +134,24 @@ def apply_schedule(optimizer: Optimizer, hyper: Hyperparameters, config: Optimiz
         group["lr"] = hyper.lr_factor * config.lr
 
 
-def compile_blocks(model: nn.Module) -> None:
-    """torch.compile every block, once for all row counts."""
+def check_compiler(device: torch.device) -> None:
+    """UserError where torch.compile would fail at the first step for want of a C++ compiler."""
+    candidates = (os.environ.get("CXX", "g++"), "g++", "clang++")
+    if device.type == "cpu" and not any(shutil.which(name) for name in candidates):
+        raise UserError(
+            "train.compile=true needs a C++ compiler on CPU, and neither g++ nor clang++ is on the "
+            "PATH; install one, name it in the variable CXX, or use train.compile=false"
+        )
+
+
+def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
+    """torch.compile every block, for all row counts at once.
+
+    There is one version for each of: with or without gradient, with or without value embedding,
+    one row or more, the rows whole or a part of the micro-batch's. All blocks share them.
+    """
+    limit = torch._dynamo.config.recompile_limit
+    torch._dynamo.config.recompile_limit = max(limit, MAX_COMPILED_VERSIONS)
     for module in model.modules():
         if isinstance(module, Block):
-            module.compile(dynamic=True)
+            module.compile(dynamic=True, backend=backend)
