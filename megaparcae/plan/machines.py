@@ -7,6 +7,7 @@ data sheets; memory is what the driver reports. Everything can be changed on the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megaparcae.errors import UserError
 
@@ -23,6 +24,8 @@ class Machine:
     """GiB."""
     peak: float
     """TFLOP/s in bf16, without sparsity."""
+    fp32: float
+    """TFLOP/s in fp32, without TF32."""
     memory_speed: float
     """GB/s."""
     intra: float
@@ -34,19 +37,32 @@ class Machine:
 
 MACHINES = {
     "a100-40": Machine(
-        device="A100", memory=39.4, peak=312, memory_speed=1555, intra=300, inter=25
+        device="A100", memory=39.4, peak=312, fp32=19.5, memory_speed=1555, intra=300, inter=25
     ),
     "a100-80": Machine(
-        device="A100", memory=79.2, peak=312, memory_speed=2039, intra=300, inter=25
+        device="A100", memory=79.2, peak=312, fp32=19.5, memory_speed=2039, intra=300, inter=25
     ),
-    "h100": Machine(device="H100", memory=79.6, peak=989, memory_speed=3350, intra=450, inter=50),
-    "h200": Machine(device="H200", memory=139.8, peak=989, memory_speed=4800, intra=450, inter=50),
-    "b200": Machine(device="B200", memory=179.0, peak=2250, memory_speed=8000, intra=900, inter=50),
+    "h100": Machine(
+        device="H100", memory=79.6, peak=989, fp32=67, memory_speed=3350, intra=450, inter=50
+    ),
+    "h200": Machine(
+        device="H200", memory=139.8, peak=989, fp32=67, memory_speed=4800, intra=450, inter=50
+    ),
+    "b200": Machine(
+        device="B200", memory=179.0, peak=2250, fp32=80, memory_speed=8000, intra=900, inter=50
+    ),
     "l40s": Machine(
-        device="L40S", memory=44.7, peak=362, memory_speed=864, intra=32, inter=6.25, per_node=4
+        device="L40S",
+        memory=44.7,
+        peak=362,
+        fp32=91.6,
+        memory_speed=864,
+        intra=32,
+        inter=6.25,
+        per_node=4,
     ),
     "rtx4090": Machine(
-        device="RTX 4090", memory=23.6, peak=165, memory_speed=1008, intra=32, inter=3.1
+        device="RTX 4090", memory=23.6, peak=165, fp32=82.6, memory_speed=1008, intra=32, inter=3.1
     ),
 }
 """By name. A share of a network card: one 200 or 400 Gb/s card per GPU in DGX and HGX nodes."""
@@ -102,10 +118,10 @@ class Cluster:
         """Bytes of a GPU that a run may fill."""
         return self.machine.memory * (1 - self.reserve) * GIB
 
-    @property
-    def speed(self) -> float:
+    def speed(self, precision: Literal["bf16", "fp32"]) -> float:
         """FLOP/s of a GPU while it computes."""
-        return self.machine.peak * 1e12 * self.mfu
+        peak = self.machine.peak if precision == "bf16" else self.machine.fp32
+        return peak * 1e12 * self.mfu
 
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes/s of a rank in a ring over `ranks` GPUs that lie `stride` apart.

@@ -194,7 +194,9 @@ def least_time(config: RunConfig, batch: BatchPlan, cluster: Cluster) -> StepTim
     core = model.num_core_layers if looped else 0
     layers = model.num_stored_layers - core
     tokens = batch.global_batch * model.sequence_length
-    needed = tokens * expected_flops(model).total / (cluster.speed * batch.world)
+    needed = (
+        tokens * expected_flops(model).total / (cluster.speed(config.train.precision) * batch.world)
+    )
     once = layers + core * (no_grad + grad)  # blocks of a forward pass
     backward = layers + core * grad
     launches = KERNELS * cluster.launch * batch.accumulation * (once + 2 * backward) / pp
@@ -263,7 +265,7 @@ class _Timer:
                 sequence_length=self.config.model.sequence_length,
                 executed=recompute,
             ).total
-            / (self.cluster.speed * self.batch.world)
+            / (self.cluster.speed(self.config.train.precision) * self.batch.world)
             for recompute in (None, recomputation(self.config))
         )
         units = self._all_units(n, k, shares)
@@ -381,7 +383,7 @@ class _Timer:
             gathered = FP32 * states.matrices * (tp - 1)
             seconds = max(
                 seconds,
-                states.muon_flops / cluster.speed
+                states.muon_flops / cluster.speed(self.config.optimizer.muon_dtype)
                 + (gathered / cluster.bandwidth(tp, 1) if tp > 1 else 0.0)
                 + (UPDATE_BYTES * states.owned + per_weight * states.weights)
                 / (cluster.machine.memory_speed * 1e9),
