@@ -18,13 +18,12 @@ from megaparcae.errors import UserError
 from megaparcae.model.flops import expected_flops
 from megaparcae.parallel.ownership import Item
 from megaparcae.parallel.stages import Stage
+from megaparcae.plan.depths import Draws, deepest_grad_units
 from megaparcae.plan.machines import GIB, Cluster
 from megaparcae.plan.memory import Memory, States, all_states, peak_memory
 from megaparcae.plan.timing import (
-    Draws,
     StepTime,
     Traffic,
-    deepest_grad_units,
     least_time,
     recomputation,
     step_time,

@@ -13,8 +13,8 @@ from harness import run_ranks
 from megaparcae.config.batch import solve_batch
 from megaparcae.config.load import build_config
 from megaparcae.engine.ds_config import SHIPPED
+from megaparcae.plan.depths import Draws, deepest_grad_units
 from megaparcae.plan.memory import Memory, all_states, peak_memory
-from megaparcae.plan.timing import Draws, deepest_grad_units
 from megaparcae.plan.weights import stage_items
 from megaparcae.train.pipeline_report import plan_stages
 

@@ -10,11 +10,10 @@ import pytest
 from megaparcae.config.batch import BatchPlan, solve_batch
 from megaparcae.config.load import preset_config
 from megaparcae.model.flops import step_flops
+from megaparcae.plan.depths import Draws, deepest_grad_units
 from megaparcae.plan.machines import MACHINES, Cluster
 from megaparcae.plan.memory import all_states
 from megaparcae.plan.timing import (
-    Draws,
-    deepest_grad_units,
     least_time,
     pass_shares,
     step_time,
