@@ -352,9 +352,7 @@ def make_decoder(model: nn.Module) -> Decoder | None:
     for name, module in model.named_modules():
         if name and type(module) not in (*PLAIN, *INJECTIONS):
             return None
-        if name and (
-            module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-        ):
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return None
         if isinstance(module, nn.Linear) and module.bias is not None:
             return None

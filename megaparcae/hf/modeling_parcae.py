@@ -144,19 +144,6 @@ class ParcaeModel(ParcaePreTrainedModel):
         if isinstance(start, Tensor):  # of a static cache, which changes it in place
             start = start.clone()
         total = self.count_loops(num_loops)
-        plain = inputs_embeds is None and h0 is None
-        decode = self.decoder(cache, input_ids, attention_mask, kwargs) if plain else None
-        if decode is not None:
-            x = decode(
-                input_ids,
-                cache,
-                start,
-                mask=attention_mask,
-                position_ids=position_ids,
-                num_loops=total,
-                early_exit=early_exit,
-            )
-            return BaseModelOutputWithPast(last_hidden_state=x, cache=cache if use_cache else None)
         x = self.embed(input_ids, inputs_embeds)
         positions = self.positions(x, attention_mask, position_ids, start)
         context = self.context(x, input_ids, attention_mask, positions, cache, start, kwargs)
@@ -254,8 +241,8 @@ class ParcaeModel(ParcaePreTrainedModel):
             self.config._attn_implementation != "sdpa"
             or torch.compiler.is_compiling()
             or (attention_mask is not None and attention_mask.shape[1:] != (width,))
-            or kwargs.get("output_hidden_states")
-            or kwargs.get("output_attentions")
+            or kwargs.get("output_hidden_states", self.config.output_hidden_states)
+            or kwargs.get("output_attentions", self.config.output_attentions)
         ):
             return None
         if cache.decoder is None or cache.decoder[0] is not self:
@@ -407,6 +394,20 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
         cache = past_key_values if cache is None else cache
         if use_cache and cache is None and loop_budget is not None:
             cache = ParcaeCache(loop_budget=loop_budget)
+        rule = self.exit_rule(early_exit, exit_threshold)
+        plain = inputs_embeds is None and h0 is None and labels is None
+        decode = self.model.decoder(cache, input_ids, attention_mask, kwargs) if plain else None
+        if decode is not None and use_cache is not False:
+            x = decode(
+                input_ids,
+                cache,
+                cache.get_seq_length(),
+                mask=attention_mask,
+                position_ids=position_ids,
+                num_loops=self.model.count_loops(num_loops),
+                early_exit=rule,
+            )
+            return CausalLMOutputWithPast(logits=self.logits(x), cache=cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -417,7 +418,7 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
             num_loops=num_loops,
             num_grad_loops=num_grad_loops,
             h0=h0,
-            early_exit=self.exit_rule(early_exit, exit_threshold),
+            early_exit=rule,
             **kwargs,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
