@@ -160,7 +160,7 @@ def draw_exit_curve(points: Sequence[ExitPoint], path: Path, title: str) -> None
         line = sorted((point.loops, point.perplexity) for point in some)
         style = "--" if rule == "fixed" else "-"
         axes.plot(*zip(*line, strict=True), marker="o", ms=4, ls=style, label=rule)
-    axes.set(xlabel="mean loops per token", ylabel="perplexity", title=title, yscale="log")
+    axes.set(xlabel="mean loops per token", ylabel="perplexity", title=title)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
