@@ -563,10 +563,11 @@ class RunConfig:
                 f"profile.steps={list(self.profile.steps)} goes beyond train.num_steps="
                 f"{self.train.num_steps}; name steps that the run makes"
             )
-        if self.train.compile and self.parallel.zero_stage == 3:
+        if self.train.compile and (self.parallel.zero_stage == 3 or tp > 1):
             raise ValueError(
-                "train.compile=true can't be combined with parallel.zero_stage=3, whose hooks move "
-                "weights inside compiled blocks; use zero_stage 0, 1 or 2, or compile=false"
+                f"train.compile=true can't be combined with parallel.tp={tp} and parallel.zero_stage="
+                f"{self.parallel.zero_stage}: hooks inside the blocks move weights or activations; "
+                "use tp 1 and zero_stage 0, 1 or 2, or compile=false"
             )
         if self.parallel.zero_stage and self.optimizer.name != "adamw":
             raise ValueError(
