@@ -565,7 +565,7 @@ class RunConfig:
             )
         if self.train.compile and (self.parallel.zero_stage == 3 or tp > 1):
             raise ValueError(
-                f"train.compile=true can't be combined with parallel.tp={tp} and parallel.zero_stage="
+                f"train.compile=true can't be combined with parallel.tp={tp} and zero_stage="
                 f"{self.parallel.zero_stage}: hooks inside the blocks move weights or activations; "
                 "use tp 1 and zero_stage 0, 1 or 2, or compile=false"
             )

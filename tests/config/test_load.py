@@ -145,10 +145,8 @@ def test_what_is_wrong_in_an_override_is_blamed_on_the_override(load, override, 
         ),
         ("parallel: {tp: 4}", "model.num_heads=6 must be divisible by parallel.tp=4; use tp in"),
         ("parallel: {zero_stage: 2, pp: 2}", "use zero_stage 0 or 1, or pp 1"),
-        (
-            "{parallel: {zero_stage: 3}, train: {compile: true}}",
-            "use zero_stage 0, 1 or 2, or compile",
-        ),
+        ("{parallel: {zero_stage: 3}, train: {compile: true}}", "use tp 1 and zero_stage 0, 1"),
+        ("{parallel: {tp: 2}, train: {compile: true}}", "use tp 1 and zero_stage 0, 1 or 2"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused_with_the_file_named(load, text, expected):
