@@ -566,8 +566,8 @@ class RunConfig:
         if self.train.compile and (self.parallel.zero_stage == 3 or tp > 1):
             raise ValueError(
                 f"train.compile=true can't be combined with parallel.tp={tp} and zero_stage="
-                f"{self.parallel.zero_stage}: hooks inside the blocks move weights or activations; "
-                "use tp 1 and zero_stage 0, 1 or 2, or compile=false"
+                f"{self.parallel.zero_stage}: blocks that communicate inside were not compiled "
+                "within minutes; use tp 1 and zero_stage 0, 1 or 2, or compile=false"
             )
         if self.parallel.zero_stage and self.optimizer.name != "adamw":
             raise ValueError(
