@@ -109,7 +109,7 @@ def _collect(
             except EOFError:
                 processes[rank].join()
                 code = processes[rank].exitcode
-                failures.append((time.time(), rank, f"died with exit code {code}"))
+                failures.append((0.0, rank, f"died with exit code {code}"))  # it came first
                 continue
             if ok:
                 results[rank] = payload
