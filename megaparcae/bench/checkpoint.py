@@ -22,13 +22,15 @@ SHAPE = (
     "model.num_heads=6",
     "model.vocab_size=16384",
     "model.sequence_length=64",
+    "model.init_orthogonal=false",
     "train.micro_batch_size=1",
     "train.gradient_accumulation_steps=1",
     "model.recurrence.sampler=fixed",
     "model.recurrence.mean_recurrence=2",
     "validation.interval=0",
 )
-"""2/2/2, 94 million parameters with AdamW's states; few tokens, so that steps are short."""
+"""2/2/2, 94 million parameters with AdamW's states; few tokens, so that steps are short,
+and a start that costs little."""
 SYNC, STALL, BESIDE, LOAD = "save", "save beside: wait", "save beside: on disk", "load"
 WARMUP_STEPS = 2
 
