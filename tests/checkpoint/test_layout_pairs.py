@@ -29,15 +29,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-zero1": (4, {"pp": 2, "zero_stage": 1}),
     "tp2sp-zero3": (4, {"tp": 2, "sequence_parallel": True, "zero_stage": 3}),
 }
-TARGETS = {  # every layout is read by several others and by itself
-    "one": ("one", "pp2-tp2", "zero3"),
-    "dp2": ("dp2", "one", "zero2"),
-    "zero1": ("zero1", "zero3", "pp2-zero1"),
-    "zero2": ("zero2", "dp2", "tp2sp-zero3"),
-    "zero3": ("zero3", "pp2-tp2", "one"),
-    "pp2-tp2": ("pp2-tp2", "zero3", "dp2"),
-    "pp2-zero1": ("pp2-zero1", "one", "tp2sp-zero3"),
-    "tp2sp-zero3": ("tp2sp-zero3", "pp2-tp2", "zero1"),
+TARGETS = {  # every layout is read by two others; by itself, see below
+    "one": ("pp2-tp2", "zero3"),
+    "dp2": ("one", "zero2"),
+    "zero1": ("zero3", "pp2-zero1"),
+    "zero2": ("dp2", "tp2sp-zero3"),
+    "zero3": ("pp2-tp2", "one"),
+    "pp2-tp2": ("zero2", "dp2"),
+    "pp2-zero1": ("one", "tp2sp-zero3"),
+    "tp2sp-zero3": ("pp2-tp2", "zero1"),
 }
 
 
