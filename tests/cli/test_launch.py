@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_lines import launch, only_error
-from test_training import assert_same_run
+from test_training import assert_same_run, wait_for
 from training_runs import make_shard, records, train
 
 pytestmark = pytest.mark.slow
@@ -47,6 +47,7 @@ def test_a_launch_killed_with_all_its_ranks_goes_on_bit_for_bit(options, straigh
     run = {**options, "checkpoint.dir": tmp_path}
     first = launch(run)
     wait_for_step(tmp_path, 12)
+    wait_for(tmp_path / "latest")  # the save of step 10 is written beside the training
     kill_all(first.pid)
     first.communicate(timeout=60)
     made = max(records(tmp_path))
