@@ -198,7 +198,7 @@ def start(prefix: str, cache: Path, delay: float, built: Path) -> subprocess.Pop
 
 def test_one_process_builds_while_the_other_waits_and_says_so(tmp_path: Path) -> None:
     prefix = write_shard(tmp_path / "s", counting_documents(LENGTHS), "int32")
-    first = start(prefix, tmp_path / "cache", 1.0, tmp_path / "first")
+    first = start(prefix, tmp_path / "cache", 3.0, tmp_path / "first")
     while not (tmp_path / "first").exists():
         assert first.poll() is None, first.communicate()
         time.sleep(0.01)
