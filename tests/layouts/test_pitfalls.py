@@ -129,7 +129,9 @@ def plain_adamw_change(changes: dict[str, Any]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_every_zero_stage_makes_the_step_of_plain_adamw(precision, accumulation):
     changes = {
-        "optimizer": {"eps": 1e-3},  # a smaller one turns rounding into signs at the first step
+        # A smaller eps turns rounding into signs at the first step; a smaller rate makes changes
+        # that are lost in the rounding of the weights.
+        "optimizer": {"eps": 1e-3, "lr": 0.3},
         "train": {"precision": precision, "micro_batch_size": 4 // accumulation},
     }
     want = run_ranks(plain_adamw_change, 1, merged(changes, {"train": {"micro_batch_size": 4}}))[0]
