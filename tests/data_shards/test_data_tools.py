@@ -99,12 +99,9 @@ def test_many_short_documents_from_a_pipe_in_bounded_memory(
     feed = f"import sys\nfor i in range({number // 1000}): sys.stdout.write({line!r} * 1000)"
     source = subprocess.Popen([sys.executable, "-c", feed], stdout=subprocess.PIPE)
 
-    def limit() -> None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (1_500_000_000, 1_500_000_000))
-
-    done = preprocess(tokenizer, "-", tmp_path / "out", stdin=source.stdout, preexec_fn=limit)
+    address_space = "-v 1500000"  # KiB
+    out = tmp_path / "out"
+    done = preprocess(tokenizer, "-", out, stdin=source.stdout, limit=address_space)
     source.wait()
     assert done.returncode == 0, done.stderr
     assert f"{number:,} documents" in done.stdout and "peak memory" in done.stdout

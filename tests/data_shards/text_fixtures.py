@@ -85,11 +85,12 @@ def texts_of(prefix: Path, key: str = "text") -> list[str]:
     return [CharacterTokenizer().decode(ids) for ids in documents(prefix, key)]
 
 
-def command(tool: str, *arguments: object, **options) -> SimpleNamespace:
-    """Run a tool as a user does."""
+def command(tool: str, *arguments: object, limit: str = "", **options) -> SimpleNamespace:
+    """Run a tool as a user does, below a `ulimit` if given."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shell = ["bash", "-c", f'ulimit {limit} && exec "$@"', "bash"] if limit else []
     return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / tool), *map(str, arguments)],
+        [*shell, sys.executable, str(ROOT / "tools" / tool), *map(str, arguments)],
         capture_output=True,
         text=True,
         env=environment,
