@@ -38,8 +38,9 @@ class Watchdog:
         self.step = 0
         self.since = 0.0
         self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         if factor:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+            self.thread.start()
 
     def begin(self, phase: str, step: int) -> None:
         """The phase before has ended, and this one begins; `step` is the last finished one."""
@@ -56,9 +57,11 @@ class Watchdog:
         return max(self.min_seconds, self.factor * statistics.median(past))
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching: nothing is ended any more when this returns."""
         self.phase = None
         self.closed.set()
+        if self.thread.is_alive():
+            self.thread.join()
 
     def _watch(self) -> None:
         period, before = min(1.0, self.min_seconds / 4), time.monotonic()
@@ -70,8 +73,8 @@ class Watchdog:
             phase, seconds = self.phase, now - self.since
             if phase is not None and seconds > self.limit():
                 logger.error(self._report(phase, seconds))
-                self.closed.wait(GRACE_SECONDS)
-                os._exit(1)
+                if not self.closed.wait(GRACE_SECONDS):
+                    os._exit(1)
 
     def _report(self, phase: str, seconds: float) -> str:
         past = self.known.get(phase)
