@@ -76,7 +76,7 @@ def start_ranks(
 ) -> tuple[list[ForkServerProcess], list[Connection]]:
     """The processes of `run_ranks`, to do as one likes with, and the pipes of their results."""
     context = multiprocessing.get_context("forkserver")
-    _start_forkserver()
+    start_forkserver()
     settings = {"world": world, "port": _free_port(), "init": init, "scratch": scratch, "env": env}
     processes, pipes = [], []
     for rank in range(world):
@@ -181,7 +181,8 @@ def _stacks(ranks: list[int], processes: list[ForkServerProcess], scratch: str) 
     )
 
 
-def _start_forkserver() -> None:
+def start_forkserver() -> None:
+    """The process that ranks are forked from; the first one to be started serves all tests."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["fs_preload"])
     with _python_path():  # the server takes sys.path from the environment only
         multiprocessing.forkserver.ensure_running()
