@@ -11,8 +11,8 @@ from megaparcae.bench.shapes import ALONE
 from megaparcae.config.schema import RunConfig
 from megaparcae.data.sampler import deal, imbalance, step_sample_ids
 from megaparcae.engine.distributed import Process
-from megaparcae.model.depth import sample_depths
-from megaparcae.model.loop import GRAD_COST
+from megaparcae.model.draws import sample_depths
+from megaparcae.model.loop_plan import GRAD_COST
 
 RANKS, MICRO_BATCHES, ROWS = 8, 4, 8
 NARROW = (

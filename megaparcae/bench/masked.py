@@ -50,12 +50,7 @@ def _run_units(
 
 def executed_flops(config: RunConfig, batches: list[HostBatch], *, masked: bool) -> float:
     """FLOPs of these micro-batches, by the depths of their rows."""
-    parallel, total = config.parallel, 0.0
-    modes = Recompute(
-        prelude=parallel.recompute_prelude,
-        core=parallel.recompute_core,
-        coda=parallel.recompute_coda,
-    )
+    modes, total = Recompute.of(config.parallel), 0.0
     for batch in batches:
         rows = len(batch.num_grad)
         depths = batch.num_no_grad, batch.num_grad

@@ -404,6 +404,8 @@ class ValidationConfig:
 
 
 Recompute = Literal["none", "block", "loop", "selective"]
+REPEATS_BLOCKS = ("block", "loop")
+"""Activation checkpointing that runs whole blocks a second time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -445,7 +447,7 @@ class ParallelConfig:
     @property
     def repeats_core(self) -> bool:
         """Whether checkpointing computes loops with gradient twice; `selective` repeats little."""
-        return self.recompute_core in ("block", "loop")
+        return self.recompute_core in REPEATS_BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from megaparcae.errors import UserError
 from megaparcae.model.attention import AttentionContext
 from megaparcae.model.batch import Batch
 from megaparcae.model.depth import start_state
-from megaparcae.model.loop import LoopPlan
+from megaparcae.model.loop_plan import LoopPlan
 from megaparcae.model.looped_core import LoopInputs
 from megaparcae.model.looped_lm import LoopedLM
 from megaparcae.model.rope import rope_table

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megaparcae.model.loop_plan import LoopPlan
-from megaparcae.model.loop_plan import depth_order as depth_order
 
 
 @dataclass(frozen=True, kw_only=True)

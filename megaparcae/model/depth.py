@@ -10,8 +10,6 @@ from torch import Tensor
 
 from megaparcae.config.schema import ModelConfig
 from megaparcae.model.draws import Ints, random_keys
-from megaparcae.model.draws import mean_depths as mean_depths
-from megaparcae.model.draws import sample_depths as sample_depths
 
 
 def start_state(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from megaparcae.config.schema import VALUE_GATE_INPUTS, ModelConfig
+from megaparcae.config.schema import VALUE_GATE_INPUTS, ModelConfig, ParallelConfig
 from megaparcae.model.expected_depth import expected_loops as expected_loops  # for scaling too
 
 # d width, S positions, H query heads, G key/value heads, hd head width
@@ -91,6 +91,15 @@ class Recompute:
     prelude: str = "none"
     core: str = "none"
     coda: str = "none"
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> Recompute:
+        """That of a run."""
+        return cls(
+            prelude=parallel.recompute_prelude,
+            core=parallel.recompute_core,
+            coda=parallel.recompute_coda,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

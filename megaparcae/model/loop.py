@@ -10,10 +10,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from megaparcae.model.loop_plan import GRAD_COST as GRAD_COST
-from megaparcae.model.loop_plan import LoopPlan as LoopPlan
-from megaparcae.model.loop_plan import last_rows as last_rows
-
 RunLayers = Callable[[Tensor, int, range], Tensor]
 """(state of a prefix of the rows, loop of the phase, core layers) -> their new state."""
 

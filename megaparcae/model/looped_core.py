@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from megaparcae.model.attention import AttentionContext
 from megaparcae.model.blocks import Block
 from megaparcae.model.injection import Drive
-from megaparcae.model.loop import LoopPlan, last_rows, run_phase
+from megaparcae.model.loop import run_phase
+from megaparcae.model.loop_plan import LoopPlan, last_rows
 from megaparcae.model.probe import Probe
 from megaparcae.model.recompute import WorkCounter, checkpointed, run_block
 

@@ -74,8 +74,8 @@ class FlatBuffer:
         if self.full.is_cuda and not self._overlaps:
             reduce_scatter_single(self.owned, self.full.view(-1), group=group)
             return
-        self._send(len(self._early))
-        for part in self._rest:
+        unsent = [part for _, *part in self._early[self._num_sent :]]
+        for part in [*unsent, *self._rest]:
             self._start_sum(*part)
         for work in self._works:
             work.wait()
@@ -122,20 +122,15 @@ class FlatBuffer:
             parameter.grad = place
         if self._overlaps:
             self._complete.add(piece.spec.name)
-            self._send(self._num_complete())
+            self._send_complete()
 
-    def _num_complete(self) -> int:
-        """Early pieces that can leave: all before them are complete as well."""
-        for i, (name, *_) in enumerate(self._early):
+    def _send_complete(self) -> None:
+        """Start the sums of early pieces, on all ranks in the same order: up to one that lacks."""
+        for name, *part in self._early[self._num_sent :]:
             if name not in self._complete:
-                return i
-        return len(self._early)
-
-    def _send(self, count: int) -> None:
-        """Start the sums of the first `count` early pieces: on all ranks in the same order."""
-        for _, *part in self._early[self._num_sent : count]:
+                return
             self._start_sum(*part)
-        self._num_sent = max(self._num_sent, count)
+            self._num_sent += 1
 
     def _start_sum(self, owner: int, begin: int, end: int) -> None:
         """Of a range of an owner's segment; the other ranks' copies of it are lost."""

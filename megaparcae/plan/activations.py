@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaparcae.config.schema import ModelConfig, RunConfig
+from megaparcae.config.schema import REPEATS_BLOCKS, ModelConfig, RunConfig
 
 FP32 = 4
 CHUNK = 1024
@@ -89,7 +89,7 @@ class Activations:
 
     def block(self, layer: int, recompute: str) -> float:
         """One application of a stored layer, with the stream that enters it."""
-        if recompute in ("block", "loop"):
+        if recompute in REPEATS_BLOCKS:
             return self.stream
         after = 2 * self.stream if self.model.block == "sandwich" else 0.0
         attention = 0.0 if recompute == "selective" else self.attention(layer)

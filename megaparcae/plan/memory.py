@@ -13,7 +13,7 @@ from math import prod
 
 from megaparcae.config.batch import BatchPlan
 from megaparcae.config.layout import Part
-from megaparcae.config.schema import RunConfig
+from megaparcae.config.schema import REPEATS_BLOCKS, RunConfig
 from megaparcae.engine.ds_config import config_path, read_options
 from megaparcae.parallel.ownership import Item, assign_owners
 from megaparcae.parallel.stages import Stage
@@ -287,7 +287,7 @@ class _Kept:
         for section, mode in modes.items():
             if mode == "none" or section == "core.":  # the core's are shared by its loops
                 total += p * self._numel(*(f"{letter}_proj" for letter in "qkv"), inside=section)
-            if p < FP32 and not (backward and mode in ("block", "loop")):
+            if p < FP32 and not (backward and mode in REPEATS_BLOCKS):
                 total += p * self._numel("o_proj", "mlp", inside=section)
         return total
 

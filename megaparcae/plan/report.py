@@ -7,11 +7,10 @@ from typing import Any
 
 from megaparcae.config.load import config_tree
 from megaparcae.config.schema import ParallelConfig
-from megaparcae.model.flops import expected_flops
+from megaparcae.model.flops import Recompute, expected_flops
 from megaparcae.plan.machines import GIB, Cluster
 from megaparcae.plan.run import Plan
 from megaparcae.plan.search import Layout, Rejected, why_slower
-from megaparcae.plan.timing import recomputation
 
 Table = list[tuple[str, ...]]
 MOST_OTHERS = 14
@@ -186,7 +185,7 @@ def _layout_numbers(plan: Plan, layout: Layout) -> dict[str, Any]:
         "sent_bytes": asdict(layout.traffic),
         "flops_per_token": {
             "needed": expected_flops(model).total,
-            "executed": expected_flops(model, executed=recomputation(layout.config)).total,
+            "executed": expected_flops(model, executed=Recompute.of(layout.config.parallel)).total,
         },
         "days": plan.days(layout),
         "why_slower": why_slower(layout.time, plan.best.time),

@@ -15,7 +15,7 @@ from functools import cached_property
 from megaparcae.config.batch import BatchPlan, solve_batch
 from megaparcae.config.schema import ParallelConfig, RunConfig, divisors
 from megaparcae.errors import UserError
-from megaparcae.model.flops import expected_flops
+from megaparcae.model.flops import Recompute, expected_flops
 from megaparcae.parallel.ownership import Item
 from megaparcae.parallel.stages import Stage
 from megaparcae.plan.depths import Draws, deepest_grad_units
@@ -25,7 +25,6 @@ from megaparcae.plan.timing import (
     StepTime,
     Traffic,
     least_time,
-    recomputation,
     step_time,
 )
 from megaparcae.plan.weights import stage_items
@@ -322,7 +321,7 @@ def _order(layout: Layout) -> tuple[float, float]:
 
 def _repeated(config: RunConfig) -> float:
     """FLOPs per token that checkpointing executes."""
-    return expected_flops(config.model, executed=recomputation(config)).total
+    return expected_flops(config.model, executed=Recompute.of(config.parallel)).total
 
 
 def _largest(memory: Memory) -> str:

@@ -71,21 +71,11 @@ class Traffic:
     pipeline: float
 
 
-def recomputation(config: RunConfig) -> Recompute:
-    """Activation checkpointing of a run, for its FLOPs."""
-    parallel = config.parallel
-    return Recompute(
-        prelude=parallel.recompute_prelude,
-        core=parallel.recompute_core,
-        coda=parallel.recompute_coda,
-    )
-
-
 def pass_shares(config: RunConfig) -> PassCosts:
     """Costs of passes in forward passes of a block, with the FLOPs that checkpointing repeats."""
     model = config.model
     once = expected_flops(model, executed=Recompute())
-    again = expected_flops(model, executed=recomputation(config))
+    again = expected_flops(model, executed=Recompute.of(config.parallel))
     looped = model.architecture == "looped"
     layers = model.num_prelude_layers + model.num_coda_layers if looped else model.num_layers
     outside = once.prelude + once.coda
@@ -192,7 +182,7 @@ class _Timer:
                 executed=recompute,
             ).total
             / (self.cluster.speed(self.config.train.precision) * self.batch.world)
-            for recompute in (None, recomputation(self.config))
+            for recompute in (None, Recompute.of(self.config.parallel))
         )
         units = self._all_units(n, k, shares)
         unit = executed * self.batch.dp * len(self.stages) / units

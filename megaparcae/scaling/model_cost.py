@@ -36,12 +36,7 @@ _NAMES = {
 
 def model_costs(config: RunConfig) -> Costs:
     """Plain numbers: parameters, loops, FLOPs per token, and of the run if the batch is given."""
-    model, parallel = config.model, config.parallel
-    recompute = Recompute(
-        prelude=parallel.recompute_prelude,
-        core=parallel.recompute_core,
-        coda=parallel.recompute_coda,
-    )
+    model, recompute = config.model, Recompute.of(config.parallel)
     parameters = count_parameters(model)
     no_grad, grad = expected_loops(model.recurrence)
     costs: Costs = {

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaparcae.config.layout import Part
-from megaparcae.config.schema import ModelConfig, ParallelConfig
+from megaparcae.config.schema import REPEATS_BLOCKS, ModelConfig, ParallelConfig
 from megaparcae.model.flops import expected_flops
 
 Times = NDArray[np.float64]
@@ -61,7 +61,6 @@ class PassCosts:
 
 def pass_costs(model: ModelConfig, parallel: ParallelConfig) -> PassCosts:
     """Costs by FLOPs; selective checkpointing repeats what is small, and is taken as free."""
-    repeats = ("block", "loop")
     flops = expected_flops(model)
     if model.architecture == "transformer":
         layers, core_layers = model.num_layers, 0
@@ -70,8 +69,8 @@ def pass_costs(model: ModelConfig, parallel: ParallelConfig) -> PassCosts:
     return PassCosts(
         num_core_layers=core_layers,
         head=flops.head / flops.prelude * layers,
-        again_outside=float(parallel.recompute_prelude in repeats),
-        again_core=float(parallel.recompute_core in repeats),
+        again_outside=float(parallel.recompute_prelude in REPEATS_BLOCKS),
+        again_core=float(parallel.recompute_core in REPEATS_BLOCKS),
     )
 
 

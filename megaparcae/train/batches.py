@@ -15,9 +15,10 @@ from megaparcae.config.batch import BatchPlan
 from megaparcae.config.schema import RunConfig
 from megaparcae.data.dataset import Rows
 from megaparcae.data.sampler import deal, step_sample_ids
-from megaparcae.model.batch import Batch, depth_order
-from megaparcae.model.depth import sample_depths, start_state
-from megaparcae.model.loop import GRAD_COST, LoopPlan
+from megaparcae.model.batch import Batch
+from megaparcae.model.depth import start_state
+from megaparcae.model.draws import sample_depths
+from megaparcae.model.loop_plan import GRAD_COST, LoopPlan, depth_order
 
 Ints = NDArray[np.int64]
 VALIDATION_STEP = -1

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megaparcae.checkpoint.ranks import gather
@@ -123,13 +122,13 @@ class StragglerReport:
     def record(self, step: int) -> Record | None:
         """Since the last call; None when no rank has a peer, and the first time: that is slow
         everywhere, for reasons of its own."""
-        mine = torch.tensor([self.timer.take(), self.work], dtype=torch.float64)
+        mine = self.timer.take(), self.work
         self.work = 0.0
         if self.is_warm_up:
             self.is_warm_up = False
             return None
-        everyone = gather_pairs(mine, self.mesh.world_size)
-        slowest = find_straggler(*everyone, self.peers)
+        seconds, work = zip(*gather(mine), strict=True)
+        slowest = find_straggler(seconds, work, self.peers)
         if slowest is None:
             return None
         self.reports += 1
@@ -141,7 +140,7 @@ class StragglerReport:
             "step": step,
             "slowest_rank": slowest.rank,
             "host": host,
-            "forward_seconds": everyone[0][slowest.rank],
+            "forward_seconds": seconds[slowest.rank],
             "slower": slowest.slower,
             "deeper": slowest.deeper,
             "cause": slowest.cause,
@@ -166,14 +165,3 @@ class StragglerReport:
             slowest.slower,
             why,
         )
-
-
-def gather_pairs(mine: torch.Tensor, world: int) -> tuple[list[float], list[float]]:
-    """Both numbers of every rank, by rank."""
-    table = torch.zeros(world, 2, dtype=torch.float64)
-    table[dist.get_rank() if dist.is_initialized() else 0] = mine
-    if dist.is_initialized() and world > 1:
-        if dist.get_backend() == "nccl":
-            table = table.cuda()
-        dist.all_reduce(table)
-    return table[:, 0].tolist(), table[:, 1].tolist()

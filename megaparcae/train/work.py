@@ -8,13 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megaparcae.config.batch import BatchPlan
-from megaparcae.config.schema import RunConfig
+from megaparcae.config.schema import REPEATS_BLOCKS, RunConfig
 from megaparcae.model.flops import Flops, Recompute, step_flops
 from megaparcae.model.recompute import WorkCounter
 from megaparcae.train.sinks import Record
-
-AGAIN = ("block", "loop")
-"""Activation checkpointing that runs whole blocks a second time."""
 
 
 class WorkMeter:
@@ -37,7 +34,7 @@ class WorkMeter:
         executed = self._executed_loops()
         needed = self._flops(no_grad, grad, None)
         once = self._flops(*executed, None)
-        run = self._flops(*executed, self._recompute())
+        run = self._flops(*executed, Recompute.of(self.config.parallel))
         core, done = (f.core_no_grad + f.core_grad for f in (needed, once))
         again = {part: value - asdict(once)[part] for part, value in asdict(run).items()}
         return {
@@ -58,12 +55,12 @@ class WorkMeter:
             dist.all_reduce(counted)
         no_grad, grad = (counted / parallel.tp).tolist()  # tensor-parallel ranks run the same rows
         outside = self.plan.global_batch * (
-            model.num_prelude_layers * (1 + (parallel.recompute_prelude in AGAIN))
-            + model.num_coda_layers * (1 + (parallel.recompute_coda in AGAIN))
+            model.num_prelude_layers * (1 + (parallel.recompute_prelude in REPEATS_BLOCKS))
+            + model.num_coda_layers * (1 + (parallel.recompute_coda in REPEATS_BLOCKS))
         )
         layers = model.num_core_layers
         return no_grad / layers, (grad - outside) / layers / (
-            1 + (parallel.recompute_core in AGAIN)
+            1 + (parallel.recompute_core in REPEATS_BLOCKS)
         )
 
     def _flops(self, no_grad: float, grad: float, recompute: Recompute | None) -> Flops:
@@ -74,12 +71,4 @@ class WorkMeter:
             rows=self.plan.global_batch,
             sequence_length=self.config.model.sequence_length,
             executed=recompute,
-        )
-
-    def _recompute(self) -> Recompute:
-        parallel = self.config.parallel
-        return Recompute(
-            prelude=parallel.recompute_prelude,
-            core=parallel.recompute_core,
-            coda=parallel.recompute_coda,
         )

@@ -15,7 +15,7 @@ from megaparcae.errors import UserError
 from megaparcae.model.batch import Batch
 from megaparcae.model.build import build_model
 from megaparcae.model.init import initial_value
-from megaparcae.model.loop import LoopPlan
+from megaparcae.model.loop_plan import LoopPlan
 from megaparcae.train.batches import HostBatch
 
 TINY = (

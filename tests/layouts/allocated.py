@@ -9,15 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from tiny import steps
+from tiny import start, steps
 from torch.profiler import ProfilerActivity, profile
 
 from megaparcae.config.load import build_config
 from megaparcae.config.schema import RunConfig
-from megaparcae.engine.distributed import Process
-from megaparcae.train.batches import BatchMaker
-from megaparcae.train.build import build_run
 
 
 class RandomRows:
@@ -44,16 +40,7 @@ def allocated_bytes(options: dict[str, Any]) -> dict[str, int]:
     config = build_config(options, where="test")
     gc.collect()
     before = live_bytes()
-    process = Process(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    run = build_run(config, process)
-    batches = BatchMaker(
-        config,
-        run.plan,
-        dp_index=run.mesh.dp.index,
-        train=RandomRows(config),
-        validation=None,
-        device=process.device,
-    )
+    run, batches = start(config, RandomRows(config))
     steps(run, batches, 0, 1)
     gc.collect()
     resident = live_bytes() - before

@@ -73,16 +73,17 @@ def tiny_config(changes: dict[str, Any] | None = None) -> RunConfig:
     return build_config(merged(BASE, changes or {}), where="test")
 
 
-def start(config: RunConfig) -> tuple[Run, BatchMaker]:
-    """Build a run on this rank of an initialised world."""
+def start(config: RunConfig, rows: Any = None) -> tuple[Run, BatchMaker]:
+    """Build a run on this rank of an initialised world; on synthetic rows if not on these."""
+    rows = rows or SyntheticRows(config.data.document_mask)
     process = Process(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     run = build_run(config, process)
     batches = BatchMaker(
         config,
         run.plan,
         dp_index=run.mesh.dp.index,
-        train=SyntheticRows(config.data.document_mask),
-        validation=SyntheticRows(config.data.document_mask),
+        train=rows,
+        validation=rows,
         device=process.device,
     )
     return run, batches

@@ -10,7 +10,8 @@ import torch
 
 from golden_data import read_json
 from megaparcae.config.schema import ModelConfig, RecurrenceConfig
-from megaparcae.model.depth import mean_depths, random_keys, sample_depths, start_state
+from megaparcae.model.depth import start_state
+from megaparcae.model.draws import mean_depths, random_keys, sample_depths
 
 NUM_SAMPLES = 200_000
 IDS = np.arange(NUM_SAMPLES)

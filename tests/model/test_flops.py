@@ -29,7 +29,7 @@ from megaparcae.model.flops import (
     unrolled_params,
 )
 from megaparcae.model.init import initialize
-from megaparcae.model.loop import LoopPlan
+from megaparcae.model.loop_plan import LoopPlan
 
 SIZES = {"140m": "140m", "370m": "370m", "770m": "770m", "1p3b": "1.3b"}
 SMALL = ModelConfig(

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megaparcae.config.schema import RecurrenceConfig
-from megaparcae.model.batch import depth_order
-from megaparcae.model.depth import sample_depths
-from megaparcae.model.loop import GRAD_COST, LoopPlan, run_phase
+from megaparcae.model.draws import sample_depths
+from megaparcae.model.loop import run_phase
+from megaparcae.model.loop_plan import GRAD_COST, LoopPlan, depth_order
 
 PLANS = {
     "mixed": ([7, 1, 0], [4, 4, 2]),

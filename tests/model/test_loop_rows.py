@@ -14,7 +14,7 @@ from megaparcae.config.layout import Part, whole
 from megaparcae.config.schema import ModelConfig
 from megaparcae.model.batch import Batch, fixed_depth
 from megaparcae.model.build import build_model
-from megaparcae.model.loop import LoopPlan
+from megaparcae.model.loop_plan import LoopPlan
 from megaparcae.model.looped_lm import LoopedLM
 
 SMALL = ModelConfig(

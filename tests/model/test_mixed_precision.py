@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from golden_data import CONFIGS, golden_model, meta, relative, tensors
-from megaparcae.model.batch import Batch, depth_order, fixed_depth
+from megaparcae.model.batch import Batch, fixed_depth
 from megaparcae.model.build import build_model
 from megaparcae.model.init import initialize
-from megaparcae.model.loop import LoopPlan
+from megaparcae.model.loop_plan import LoopPlan, depth_order
 
 DATA = tensors("parcae_tiny_forward")
 GOLDEN = meta("parcae_tiny_forward")["bf16_autocast"]

@@ -22,8 +22,8 @@ from golden_data import (
     relative,
     tensors,
 )
-from megaparcae.model.batch import Batch, depth_order, fixed_depth
-from megaparcae.model.loop import LoopPlan
+from megaparcae.model.batch import Batch, fixed_depth
+from megaparcae.model.loop_plan import LoopPlan, depth_order
 
 LOGITS, STATES, LOSS, GRADIENT = 2e-5, 3e-5, 3e-6, 1e-5
 LOOPED = {  # model: file of its inputs, prefix there, depths with golden logits

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from golden_data import CONFIGS, dialect, golden_model, meta, tensors
 from megaparcae.checkpoint.names import official_entries
 from megaparcae.config.schema import OptimizerConfig, ScheduleConfig
-from megaparcae.model.batch import Batch, depth_order
-from megaparcae.model.loop import LoopPlan
+from megaparcae.model.batch import Batch
+from megaparcae.model.loop_plan import LoopPlan, depth_order
 from megaparcae.optim.param_groups import ParameterRule
 from megaparcae.optim.recipe import Recipe, make_recipe
 from megaparcae.optim.schedule import hyperparameters_at

@@ -7,7 +7,7 @@ import pytest
 
 from megaparcae.config.batch import BatchPlan
 from megaparcae.config.load import preset_config
-from megaparcae.model.loop import LoopPlan
+from megaparcae.model.loop_plan import LoopPlan
 from megaparcae.scaling.simulate import (
     one_forward_one_backward,
     pass_costs,

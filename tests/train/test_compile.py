@@ -16,7 +16,7 @@ from megaparcae.errors import UserError
 from megaparcae.model.batch import Batch
 from megaparcae.model.build import build_model
 from megaparcae.model.init import initialize
-from megaparcae.model.loop import LoopPlan
+from megaparcae.model.loop_plan import LoopPlan
 from megaparcae.train.build import check_compiler, compile_blocks
 
 S, D = 8, 32
