@@ -15,14 +15,17 @@ from typing import Any
 logger = logging.getLogger("megaparcae")
 
 
-def setup_logging(rank: int = 0) -> None:
-    """Send the logger to stderr: all of rank 0, warnings with the rank's number of the others."""
+def setup_logging(rank: int = 0, level: str = "INFO") -> None:
+    """Send the logger to stderr: of rank 0 from `level` on, of the others warnings and their rank.
+
+    MEGAPARCAE_LOG, where it is set, is the level of all.
+    """
     handler = logging.StreamHandler(sys.stderr)
     prefix = "" if rank == 0 else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel(os.environ.get("MEGAPARCAE_LOG", "INFO" if rank == 0 else "WARNING"))
+    logger.setLevel(os.environ.get("MEGAPARCAE_LOG", level if rank == 0 else "WARNING"))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -37,8 +37,7 @@ def main() -> None:
     from megaparcae.log import setup_logging
 
     os.environ.setdefault("DS_ACCELERATOR", choose_device("auto"))  # deepspeed looks at it
-    os.environ.setdefault("MEGAPARCAE_LOG", "WARNING")  # the tables say the rest
-    setup_logging()
+    setup_logging(level="WARNING")  # the tables say the rest
     report = import_module(f"megaparcae.bench.{args.suite}").run(options)
     report.show()
     if args.json is not None:

@@ -185,7 +185,7 @@ def _on_rank(
     function: Callable[..., Any],
     arguments: Any,
 ) -> Any:
-    setup_logging(rank)
+    setup_logging(rank, "WARNING")
     torch.set_num_threads(threads)
     os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     process = init_distributed(device)
