@@ -49,6 +49,10 @@ class Engine(Protocol):
         """Whether gradients were not finite, so that no rank updated anything."""
         ...
 
+    def finish_step(self) -> None:
+        """Weights may be read outside of a forward pass: none is on its way to this rank."""
+        ...
+
     def owned_fragments(self) -> list[Fragment]:
         """Weights and states that this rank writes into a checkpoint."""
         ...

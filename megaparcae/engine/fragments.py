@@ -27,7 +27,7 @@ def local_fragments(
     parameters: Iterable[nn.Parameter], optimizer: Optimizer, mesh: Mesh
 ) -> list[Fragment]:
     """Every weight and state on this rank, replicas included: what a load fills."""
-    _make_states(optimizer)
+    _settle(optimizer)
     return list(_all(parameters, optimizer, mesh, to_save=False))
 
 
@@ -35,7 +35,7 @@ def owned_fragments(
     parameters: Iterable[nn.Parameter], optimizer: Optimizer, mesh: Mesh
 ) -> list[Fragment]:
     """This rank's part of a save: every element of the model is owned by exactly one rank."""
-    _make_states(optimizer)
+    _settle(optimizer)
     return list(_all(parameters, optimizer, mesh, to_save=True))
 
 
@@ -128,10 +128,17 @@ def last_step_skipped(optimizer: Optimizer) -> bool:
     return bool(optimizer.overflow)  # type: ignore[attr-defined]
 
 
-def _make_states(optimizer: Optimizer) -> None:
-    """States of zeros where the first step has not made them yet."""
+def finish_weights(optimizer: Optimizer) -> None:
+    """Wait for weights that the last step still sends; only our own optimizer does that."""
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.finish_weights()
+
+
+def _settle(optimizer: Optimizer) -> None:
+    """Weights as the last step made them; zeros for states that the first has not made yet."""
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.init_states()
+        optimizer.finish_weights()
         return
     base = _base(optimizer)
     for weight in _updated(optimizer):

@@ -27,6 +27,7 @@ from megaparcae.engine.base import Accept, MicroBatch
 from megaparcae.engine.decline import decline
 from megaparcae.engine.fragments import (
     finish_load,
+    finish_weights,
     last_step_skipped,
     local_fragments,
     owned_fragments,
@@ -174,6 +175,9 @@ class PipelineEngine:
 
     def last_step_skipped(self) -> bool:
         return last_step_skipped(self.optimizer)
+
+    def finish_step(self) -> None:
+        finish_weights(self.optimizer)
 
     def owned_fragments(self) -> list[Fragment]:
         return owned_fragments(self.module.parameters(), self.optimizer, self.mesh)

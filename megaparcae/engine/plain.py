@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import deepspeed
@@ -15,6 +15,7 @@ from megaparcae.engine.base import Accept, MicroBatch
 from megaparcae.engine.decline import decline
 from megaparcae.engine.fragments import (
     finish_load,
+    finish_weights,
     last_step_skipped,
     local_fragments,
     owned_fragments,
@@ -38,9 +39,11 @@ class PlainEngine:
         options: dict[str, Any],
         mesh: Mesh,
         leaf_modules: tuple[type[nn.Module], ...],
+        run_order: Iterable[tuple[nn.Module, nn.Module]] | None,
     ) -> None:
         """`leaf_modules` are gathered as a whole under ZeRO-3: the module that holds the loop, and
-        those that use weights of modules inside without calling these."""
+        those that use weights of modules inside without calling these. With a `run_order` our
+        optimizer's weights travel during the next forward pass (`overlap_forward`)."""
         self.mesh = mesh
         self.zero_stage: int = options["zero_optimization"]["stage"]
         if self.zero_stage:
@@ -57,6 +60,8 @@ class PlainEngine:
             self.deepspeed.enable_backward_allreduce = False
         self.module = model
         self.optimizer: Optimizer = self.deepspeed.optimizer
+        if run_order is not None and isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.overlap_forward(model, run_order)
         watch_gradients(self.optimizer)
         # DeepSpeed averages over dp; our losses are already shares of one mean.
         self.dp_factor = mesh.dp.size if self.zero_stage else 1
@@ -92,6 +97,9 @@ class PlainEngine:
 
     def last_step_skipped(self) -> bool:
         return last_step_skipped(self.optimizer)
+
+    def finish_step(self) -> None:
+        finish_weights(self.optimizer)
 
     def owned_fragments(self) -> list[Fragment]:
         return owned_fragments(self.module.parameters(), self.optimizer, self.mesh)

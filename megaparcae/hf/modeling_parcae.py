@@ -223,32 +223,6 @@ class ParcaeModel(ParcaePreTrainedModel):
         )
         return Context(cos, sin, attend, mask, rows, cache, start, attention_kwargs=kwargs)
 
-    def decoder(
-        self,
-        cache: Cache | None,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> Decoder | None:
-        """The fast path of one new token per row (decode_parcae.py), or None."""
-        if not isinstance(cache, ParcaeCache) or cache.static or torch.is_grad_enabled():
-            return None
-        if input_ids is None or input_ids.shape[1] != 1:
-            cache.decoder = None
-            return None
-        width = cache.get_seq_length() + 1
-        if (
-            self.config._attn_implementation != "sdpa"
-            or torch.compiler.is_compiling()
-            or (attention_mask is not None and attention_mask.shape[1:] != (width,))
-            or kwargs.get("output_hidden_states", self.config.output_hidden_states)
-            or kwargs.get("output_attentions", self.config.output_attentions)
-        ):
-            return None
-        if cache.decoder is None or cache.decoder[0] is not self:
-            cache.decoder = (self, make_decoder(self))
-        return cache.decoder[1]
-
     def run_looped(
         self,
         x: Tensor,
@@ -396,18 +370,18 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
             cache = ParcaeCache(loop_budget=loop_budget)
         rule = self.exit_rule(early_exit, exit_threshold)
         plain = inputs_embeds is None and h0 is None and labels is None
-        decode = self.model.decoder(cache, input_ids, attention_mask, kwargs) if plain else None
+        decode = self.decoder(cache, input_ids, attention_mask, kwargs) if plain else None
         if decode is not None and use_cache is not False:
-            x = decode(
+            logits = decode(
                 input_ids,
                 cache,
                 cache.get_seq_length(),
                 mask=attention_mask,
                 position_ids=position_ids,
-                num_loops=self.model.count_loops(num_loops),
+                num_loops=None if num_loops is None else self.model.count_loops(num_loops),
                 early_exit=rule,
             )
-            return CausalLMOutputWithPast(logits=self.logits(x), cache=cache)
+            return CausalLMOutputWithPast(logits=logits, cache=cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -433,6 +407,31 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def decoder(
+        self,
+        cache: Cache | None,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Decoder | None:
+        """The fast path of one new token per row (decode_parcae.py), or None."""
+        if not isinstance(cache, ParcaeCache) or cache.static or torch.is_grad_enabled():
+            return None
+        if input_ids is None or input_ids.shape[1] != 1:
+            cache.decoder = None
+            return None
+        width = cache.get_seq_length() + 1
+        if (
+            torch.compiler.is_compiling()
+            or (attention_mask is not None and attention_mask.shape[1:] != (width,))
+            or kwargs.get("output_hidden_states")
+            or kwargs.get("output_attentions")
+        ):
+            return None
+        if cache.decoder is None or cache.decoder[0] is not self:
+            cache.decoder = (self, make_decoder(self))
+        return cache.decoder[1]
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores [B, S, V] of the normalised output x [B, S, d], soft-capped when the model is."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import ClassVar
 
 import torch
@@ -142,6 +142,13 @@ class LanguageModel(nn.Module):
         """Activation checkpointing by section; a Transformer's layers all count as prelude."""
         del core  # only a looped model has one
         self.recompute_prelude, self.recompute_coda = prelude, coda
+
+    def run_order(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Modules as they run, each with the one whose weights it is the first to use; weights of
+        none of these are used at once, or are small."""
+        if not self.config.tie_embeddings:
+            yield self.logits, self.head
+            yield self.loss, self.head
 
     def keep_common(self, part: Part, layers: Collection[int], *, final_norm: bool) -> None:
         """Drop embedding, tables, norm and head that `part` does not need."""

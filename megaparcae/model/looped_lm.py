@@ -10,6 +10,8 @@ declares, and a pipeline stage runs the `Part` it is given.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -94,6 +96,11 @@ class LoopedLM(LanguageModel):
         super().set_recompute(prelude=prelude, core=core, coda=coda)
         if isinstance(self.core, LoopedCore):  # else another stage has it
             self.core.recompute = core
+
+    def run_order(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        for module in (*self.prelude.values(), self.core, *self.coda.values()):
+            yield module, module
+        yield from super().run_order()
 
     def keep(self, part: Part) -> None:
         """Drop the weights that a pipeline stage running only `part` does not need."""

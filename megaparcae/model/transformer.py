@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterator
+
+from torch import Tensor, nn
 
 from megaparcae.config.layout import Part, whole
 from megaparcae.config.schema import ModelConfig
@@ -30,6 +32,11 @@ class Transformer(LanguageModel):
             x = self.run_stored_block(block, i, x, batch, context)
             self.probe.after_block(i, x)
         return self.finish(x, batch.labels) if part.head else x
+
+    def run_order(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        for block in self.layers.values():
+            yield block, block
+        yield from super().run_order()
 
     def keep(self, part: Part) -> None:
         """Drop the weights that a pipeline stage running only `part` does not need."""

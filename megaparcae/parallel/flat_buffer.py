@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -26,7 +27,8 @@ class FlatBuffer:
     is moved there when it is made, later micro-batches add to it in place, and no second copy of
     all gradients exists. Whatever else .grad is (None, another tensor), `collect` makes it right.
 
-    Sums over dp start during the last backward pass if it was announced, else in the step.
+    Sums over dp start during the last backward pass if it was announced, else in the step. Large
+    weights can still be on their way back when the step ends: `send_weights`.
     """
 
     def __init__(self, plan: Plan, parameters: Mapping[str, nn.Parameter], dp: Axis) -> None:
@@ -45,6 +47,8 @@ class FlatBuffer:
         self._complete: set[str] = set()
         self._num_sent = 0
         self._works: list[dist.Work] = []
+        self._coming: dict[str, list[dist.Work]] = {}
+        """Parameter -> what its owner still sends."""
 
     def overlap_next_backward(self) -> None:
         """The next backward pass is the step's last: large gradients leave as they are made."""
@@ -85,22 +89,44 @@ class FlatBuffer:
         """Every rank takes each parameter from the rank that owns it."""
         if self._dp.group is None:
             return
-        mine, others = self._plan.owned_by(self._dp.index), []
-        torch._foreach_copy_([self.owned_part(p) for p in mine], [self.weight(p) for p in mine])
+        mine = self._plan.owned_by(self._dp.index)
+        _copy_all([(self.owned_part(piece), self.weight(piece)) for piece in mine])
         if self.full.is_cuda:
             all_gather_single(self.full.view(-1), self.owned, group=self._dp.group)
         else:
-            works = [
-                dist.broadcast(part, src=rank, group=self._dp.group, async_op=True)
-                for row, rank in zip(self.full, self._dp.ranks, strict=True)
-                for part in row.split(GLOO_ELEMENTS)
-            ]
-            for work in works:
+            works = [self._start_broadcast(owner, row) for owner, row in enumerate(self.full)]
+            for work in itertools.chain(*works):
                 work.wait()
-        for piece, place in zip(self._plan.pieces, self._places, strict=True):
-            if piece.owner != self._dp.index:
-                others.append((self.weight(piece), place))
-        torch._foreach_copy_([weight for weight, _ in others], [place for _, place in others])
+        pieces = zip(self._plan.pieces, self._places, strict=True)
+        _copy_all([(self.weight(p), place) for p, place in pieces if p.owner != self._dp.index])
+
+    def send_weights(self, order: Sequence[str]) -> None:
+        """The same, but large parameters go straight into their place after this has returned,
+        those of `order` last and in that order, and `receive_weights` waits for them."""
+        if self._dp.group is None:
+            return
+        owners = {name: owner for name, owner, *_ in self._early}
+        pieces = zip(self._plan.pieces, self._places, strict=True)
+        small = [(p, place) for p, place in pieces if p.spec.name not in owners]
+        here = self._dp.index
+        _copy_all([(place, self.weight(p)) for p, place in small if p.owner == here])
+        works = [
+            work
+            for owner, begin, end in self._rest
+            for work in self._start_broadcast(owner, self.full[owner, begin:end])
+        ]
+        for name in sorted(owners, key=lambda name: order.index(name) if name in order else -1):
+            weight = self._parameters[name].detach().view(-1)
+            self._coming[name] = self._start_broadcast(owners[name], weight)
+        for work in works:
+            work.wait()
+        _copy_all([(self.weight(p), place) for p, place in small if p.owner != here])
+
+    def receive_weights(self, names: Iterable[str] | None = None) -> None:
+        """Wait until these parameters, or all, are what their owners have made of them."""
+        for name in list(self._coming) if names is None else names:
+            for work in self._coming.pop(name, ()):
+                work.wait()
 
     def release_gradients(self) -> None:
         """Gradients have been used, and their place in the buffer too."""
@@ -139,6 +165,13 @@ class FlatBuffer:
             work = dist.reduce(part, dst=rank, group=self._dp.group, async_op=True)
             self._works.append(work)
 
+    def _start_broadcast(self, owner: int, whole: Tensor) -> list[dist.Work]:
+        rank = self._dp.ranks[owner]
+        parts = [whole] if whole.is_cuda else whole.split(GLOO_ELEMENTS)
+        return [
+            dist.broadcast(part, src=rank, group=self._dp.group, async_op=True) for part in parts
+        ]
+
     def _forget_works(self) -> None:
         self._overlaps, self._num_sent = False, 0
         self._complete.clear()
@@ -167,6 +200,12 @@ class FlatBuffer:
     def _place(self, piece: Piece) -> Tensor:
         segment = self.full[piece.owner]
         return segment[piece.begin : piece.end].view(piece.spec.local_shape)
+
+
+def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """The second of each pair into the first."""
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _rows(tensor: Tensor, piece: Piece) -> Tensor:

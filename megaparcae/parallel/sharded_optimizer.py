@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     last_step_skipped: bool = False
     skipped_steps: int = 0
     """Skipped updates so far."""
+    _sent_last: list[str] | None = None
+    """Parameters in the order of their use, where they travel during the forward pass."""
     step_count: int = 0
     """Updates made: AdamW's t, one number for all parameters."""
 
@@ -114,11 +117,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The next backward pass is the last before `step`, on all ranks: dp sums start in it."""
         self._buffer.overlap_next_backward()
 
+    def overlap_forward(
+        self, model: nn.Module, run_order: Iterable[tuple[nn.Module, nn.Module]]
+    ) -> None:
+        """From now on a step ends while large weights are on their way to the other dp ranks.
+
+        `run_order` pairs modules with those whose weights they are the first to use, as they run:
+        each waits for these when it is called, `model` for all others. Whoever reads weights
+        outside of a forward pass calls `finish_weights` before.
+        """
+        if self._mesh.dp.group is None:
+            return
+        names: list[str] = []
+        for module, holder in run_order:
+            own = [spec_of(p).name for p in holder.parameters() if p.requires_grad]
+            module.register_forward_pre_hook(partial(self._before_forward, own))
+            names += own
+        others = [name for name in self._parameters if name not in names]
+        model.register_forward_pre_hook(partial(self._before_forward, others))
+        self._sent_last = names
+
+    def finish_weights(self) -> None:
+        """Wait for weights that the last step still sends."""
+        self._buffer.receive_weights()
+
+    def _before_forward(self, names: list[str], *_: object) -> None:
+        self._buffer.receive_weights(names)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """One update of all parameters, all ranks together."""
         assert closure is None, "the gradients come from the engine's backward passes"
         self.init_states()
+        self.finish_weights()  # of a step that no forward pass has followed
         self._buffer.collect()
         self._buffer.gradients_to_owners()
         self._sum_over_tp()
@@ -132,7 +163,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if factor < 1:
                 self._buffer.owned.mul_(factor)
             self._update()
-            self._buffer.weights_from_owners()
+            if self._sent_last is None:
+                self._buffer.weights_from_owners()
+            else:
+                self._buffer.send_weights(self._sent_last)
         self._buffer.release_gradients()
 
     def _update(self) -> None:

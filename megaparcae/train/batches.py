@@ -34,11 +34,13 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class HostBatch:
-    """One micro-batch in host memory, rows deepest first."""
+    """One micro-batch in host memory (pinned where a GPU will take it), rows deepest first."""
 
     sample_ids: Ints
-    tokens: Ints
-    documents: NDArray[np.int32] | None
+    tokens: Tensor
+    """[B, S + 1] int64."""
+    documents: Tensor | None
+    """[B, S] int32."""
     num_no_grad: list[int]
     num_grad: list[int]
 
@@ -89,8 +91,7 @@ class BatchMaker:
         read = self.train.rows(ids[rows])
         return HostBatch(
             ids[rows],
-            read.tokens.astype(np.int64),
-            read.document_ids,
+            *self._on_host(read),
             n[rows].tolist(),
             k[rows].tolist(),
         )
@@ -100,13 +101,13 @@ class BatchMaker:
         return [self._to_device(batch, step) for batch in batches]
 
     def _to_device(self, batch: HostBatch, step: int) -> Batch:
-        tokens = self._tensor(batch.tokens)
+        tokens = self._send(batch.tokens)
         looped = self.config.model.architecture == "looped"
         depths = batch.num_no_grad, batch.num_grad
         return Batch(
             ids=tokens[:, :-1],
             labels=tokens[:, 1:],
-            documents=None if batch.documents is None else self._tensor(batch.documents),
+            documents=None if batch.documents is None else self._send(batch.documents),
             plan=LoopPlan.from_depths(*depths, self.grad_cost) if looped else None,
             start_state=partial(
                 start_state,
@@ -119,11 +120,16 @@ class BatchMaker:
             ),
         )
 
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type == "cuda":
-            return host.pin_memory().to(self.device, non_blocking=True)
-        return host
+    def _on_host(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Tokens and document ids; pinned by the reader's thread, so that a step starts at once."""
+        tokens = torch.from_numpy(rows.tokens.astype(np.int64))
+        documents = None if rows.document_ids is None else torch.from_numpy(rows.document_ids)
+        if self.device.type != "cuda":
+            return tokens, documents
+        return tokens.pin_memory(), None if documents is None else documents.pin_memory()
+
+    def _send(self, host: Tensor) -> Tensor:
+        return host.to(self.device, non_blocking=True)
 
     def validation_batches(self, num_loops: int) -> list[Batch]:
         """This rank's share of the validation rows, all `num_loops` deep.
@@ -139,7 +145,7 @@ class BatchMaker:
         for some in ids.reshape(-1, rows):
             read = self.validation.rows(some % total)
             depths = [num_loops - 1] * rows, [1] * rows  # evaluation runs without gradient anyway
-            host = HostBatch(some, read.tokens.astype(np.int64), read.document_ids, *depths)
+            host = HostBatch(some, *self._on_host(read), *depths)
             batch = self._to_device(host, VALIDATION_STEP)
             assert batch.labels is not None
             surplus = torch.from_numpy(some >= total).to(self.device)

@@ -25,6 +25,7 @@ from megaparcae.model.attention import Attention
 from megaparcae.model.blocks import Block
 from megaparcae.model.build import build_model
 from megaparcae.model.init import initial_value
+from megaparcae.model.language_model import LanguageModel
 from megaparcae.model.looped_core import LoopedCore
 from megaparcae.ops.apex import nvidia_apex
 from megaparcae.optim.recipe import make_recipe
@@ -83,14 +84,22 @@ def build_run(config: RunConfig, process: Process) -> Run:
 
 
 def make_engine(
-    config: RunConfig, plan: BatchPlan, mesh: Mesh, stages: list[Stage], model: nn.Module
+    config: RunConfig, plan: BatchPlan, mesh: Mesh, stages: list[Stage], model: LanguageModel
 ) -> Engine:
     """Optimizer and engine over a model that has been laid out."""
     optimizer = make_optimizer(config, model, mesh)
     options = deepspeed_options(config.parallel, config.train, config.optimizer, plan)
     if mesh.pp.size > 1:
         return PipelineEngine(model, stages[mesh.pp.index].part, optimizer, options, mesh)
-    return PlainEngine(model, optimizer, options, mesh, leaf_modules=(LoopedCore, Attention))
+    return PlainEngine(
+        model,
+        optimizer,
+        options,
+        mesh,
+        leaf_modules=(LoopedCore, Attention),
+        # A compiled block would take the wait for its weights into its graph.
+        run_order=None if config.train.compile else model.run_order(),
+    )
 
 
 def make_optimizer(config: RunConfig, model: nn.Module, mesh: Mesh) -> Optimizer:

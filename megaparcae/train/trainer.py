@@ -107,6 +107,7 @@ class Trainer:
                 if step == first + 1:
                     self.checkpoints.prepare(self.run.engine)
                 if _due(step, self.config.train.replica_check_interval):
+                    self.run.engine.finish_step()
                     check_replicas(self.run.model, step, self.stragglers.hosts)
                 if self.config.train.loss_spike == "roll_back":
                     self.roll_back_if(record["loss_spike"], step)

@@ -14,7 +14,7 @@ from megaparcae.config.schema import ModelConfig
 from megaparcae.hf.cache_parcae import ParcaeCache
 from megaparcae.hf.config import to_hf_config
 from megaparcae.hf.decode_parcae import Decoder, make_decoder
-from megaparcae.hf.modeling_parcae import ParcaeForCausalLM, ParcaeModel
+from megaparcae.hf.modeling_parcae import ParcaeForCausalLM
 
 
 def model_of(config: ModelConfig, dtype: torch.dtype) -> ParcaeForCausalLM:
@@ -41,7 +41,7 @@ def test_the_fast_path_equals_the_ordinary_one(
 ) -> None:
     model = model_of(VARIANTS[name], dtype)
     fast = step_logits(model)
-    monkeypatch.setattr(ParcaeModel, "decoder", lambda *args: None)
+    monkeypatch.setattr(ParcaeForCausalLM, "decoder", lambda *args: None)
     plain = step_logits(model)
     scale = max(1.0, plain.abs().max().item())
     assert (fast - plain).abs().max().item() <= tolerance * scale
@@ -75,7 +75,7 @@ def test_hooks_and_replaced_modules_take_the_ordinary_path() -> None:
     model = model_of(VARIANTS["grouped query, padded vocabulary"], torch.float32)
     layer = model.model.prelude[0].attention
     layer.forward = functools.partial(layer.forward)  # what accelerate does to place weights
-    assert make_decoder(model.model) is None
+    assert make_decoder(model) is None
 
     class Doubled(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,7 @@ def steps(run: Run, batches: BatchMaker, first: int, last: int) -> list[tuple[fl
 def full_weights(run: Run) -> dict[str, torch.Tensor] | None:
     """All weights, whole, on rank 0. Copies held by several ranks must be equal bit for bit."""
     mine = []
+    run.engine.finish_step()
     for parameter in run.model.parameters():
         spec = spec_of(parameter)
         value = parameter
