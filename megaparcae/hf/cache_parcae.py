@@ -206,6 +206,10 @@ class ParcaeCache(Cache):
             self.layers.append(self.layer_class_to_replicate())
         return self.layers[index]
 
+    def slot(self, t: int) -> int:
+        """Loop slot of loop t."""
+        return t if self.loop_budget is None else t % self.loop_budget
+
     @property
     def is_compileable(self) -> bool:
         """Also before it has layers, which is when `generate` asks."""

@@ -213,7 +213,7 @@ class Decoder:
     def __init__(self, language_model: nn.Module) -> None:
         model, config = language_model.model, language_model.config
         self.model = model
-        self.head, self.softcap = Product(language_model.lm_head.weight), config.logit_softcap
+        self.head = Product(language_model.lm_head.weight)
         self.is_looped, self.num_loops = config.is_looped, config.num_loops
         self.head_dim = config.head_dim
         self.embedding = model.embedding.weight
@@ -261,7 +261,8 @@ class Decoder:
         num_loops: int | None,
         early_exit: EarlyExit | None,
     ) -> Tensor:
-        """Scores [B, 1, V]; appends to the cache. `num_loops` None is the configuration's."""
+        """Scores [B, 1, V] without the cap; appends to the cache. `num_loops` None is the
+        configuration's."""
         ids = ids[:, 0]
         x = torch.embedding(self.embedding, ids)
         if self.scale is not None:
@@ -286,10 +287,7 @@ class Decoder:
             for i, block in enumerate(self.layers):
                 x = block(x, step, cache.layer(i))
             x = self.final_norm(x)
-        logits = self.head(x)[:, None]
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits.float() / self.softcap)
-        return logits
+        return self.head(x)[:, None]
 
     def rotation(self, start: int, position_ids: Tensor | None) -> Tensor:
         """Complex [B or 1, 1, hd / 2]; QK-norm's factor sqrt(hd) is its radius."""
@@ -338,8 +336,7 @@ class Decoder:
             x = self.state.added(term, h)
         else:
             x = term + h
-        loop = t if cache.loop_budget is None else t % cache.loop_budget
-        first = self.first_slot + loop * len(self.core)
+        first = self.first_slot + cache.slot(t) * len(self.core)
         for j, block in enumerate(self.core):
             x = block(x, step, cache.layer(first + j))
         return x

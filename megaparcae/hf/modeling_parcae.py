@@ -280,8 +280,7 @@ class ParcaeModel(ParcaePreTrainedModel):
 
     def slot(self, cache: Cache | None, t: int, j: int) -> int:
         """Cache layer of core block j in loop t."""
-        budget = cache.loop_budget if isinstance(cache, ParcaeCache) else None
-        loop = t if budget is None else t % budget
+        loop = cache.slot(t) if isinstance(cache, ParcaeCache) else t
         return len(self.prelude) + len(self.coda) + loop * len(self.core) + j
 
     def run_coda(self, h: Tensor, context: Context) -> Tensor:
@@ -381,7 +380,7 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
                 num_loops=None if num_loops is None else self.model.count_loops(num_loops),
                 early_exit=rule,
             )
-            return CausalLMOutputWithPast(logits=logits, cache=cache)
+            return CausalLMOutputWithPast(logits=self.capped(logits), cache=cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -435,7 +434,10 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores [B, S, V] of the normalised output x [B, S, d], soft-capped when the model is."""
-        logits = self.lm_head(x)
+        return self.capped(self.lm_head(x))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """With the soft cap of the model, if it has one."""
         cap = self.config.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits.float() / cap)
 

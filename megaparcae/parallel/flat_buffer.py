@@ -101,8 +101,8 @@ class FlatBuffer:
         _copy_all([(self.weight(p), place) for p, place in pieces if p.owner != self._dp.index])
 
     def send_weights(self, order: Sequence[str]) -> None:
-        """The same, but large parameters go straight into their place after this has returned,
-        those of `order` last and in that order, and `receive_weights` waits for them."""
+        """The same, but large parameters go straight into their place after this has returned, in
+        the `order` of all parameters, and `receive_weights` waits for them."""
         if self._dp.group is None:
             return
         owners = {name: owner for name, owner, *_ in self._early}
@@ -115,9 +115,10 @@ class FlatBuffer:
             for owner, begin, end in self._rest
             for work in self._start_broadcast(owner, self.full[owner, begin:end])
         ]
-        for name in sorted(owners, key=lambda name: order.index(name) if name in order else -1):
-            weight = self._parameters[name].detach().view(-1)
-            self._coming[name] = self._start_broadcast(owners[name], weight)
+        for name in order:
+            if name in owners:
+                weight = self._parameters[name].detach().view(-1)
+                self._coming[name] = self._start_broadcast(owners[name], weight)
         for work in works:
             work.wait()
         _copy_all([(self.weight(p), place) for p, place in small if p.owner != here])
@@ -161,15 +162,15 @@ class FlatBuffer:
     def _start_sum(self, owner: int, begin: int, end: int) -> None:
         """Of a range of an owner's segment; the other ranks' copies of it are lost."""
         rank, whole = self._dp.ranks[owner], self.full[owner, begin:end]
-        for part in [whole] if whole.is_cuda else whole.split(GLOO_ELEMENTS):
+        for part in _messages(whole):
             work = dist.reduce(part, dst=rank, group=self._dp.group, async_op=True)
             self._works.append(work)
 
     def _start_broadcast(self, owner: int, whole: Tensor) -> list[dist.Work]:
         rank = self._dp.ranks[owner]
-        parts = [whole] if whole.is_cuda else whole.split(GLOO_ELEMENTS)
         return [
-            dist.broadcast(part, src=rank, group=self._dp.group, async_op=True) for part in parts
+            dist.broadcast(part, src=rank, group=self._dp.group, async_op=True)
+            for part in _messages(whole)
         ]
 
     def _forget_works(self) -> None:
@@ -200,6 +201,10 @@ class FlatBuffer:
     def _place(self, piece: Piece) -> Tensor:
         segment = self.full[piece.owner]
         return segment[piece.begin : piece.end].view(piece.spec.local_shape)
+
+
+def _messages(whole: Tensor) -> Sequence[Tensor]:
+    return [whole] if whole.is_cuda else whole.split(GLOO_ELEMENTS)
 
 
 def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -75,8 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     last_step_skipped: bool = False
     skipped_steps: int = 0
     """Skipped updates so far."""
-    _sent_last: list[str] | None = None
-    """Parameters in the order of their use, where they travel during the forward pass."""
+    _use_order: list[str] | None = None
+    """All parameters as a forward pass uses them, where weights travel during that."""
     step_count: int = 0
     """Updates made: AdamW's t, one number for all parameters."""
 
@@ -135,7 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             names += own
         others = [name for name in self._parameters if name not in names]
         model.register_forward_pre_hook(partial(self._before_forward, others))
-        self._sent_last = names
+        self._use_order = list(dict.fromkeys(others + names))  # a head may be named twice
 
     def finish_weights(self) -> None:
         """Wait for weights that the last step still sends."""
@@ -163,10 +163,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if factor < 1:
                 self._buffer.owned.mul_(factor)
             self._update()
-            if self._sent_last is None:
+            if self._use_order is None:
                 self._buffer.weights_from_owners()
             else:
-                self._buffer.send_weights(self._sent_last)
+                self._buffer.send_weights(self._use_order)
         self._buffer.release_gradients()
 
     def _update(self) -> None:
